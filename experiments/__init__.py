@@ -1,0 +1,1 @@
+"""Programs that train, measure and report; each is run with `python -m`."""

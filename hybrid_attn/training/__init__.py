@@ -1,0 +1,1 @@
+"""Training: data, losses, the optimiser step and checkpoints of a run."""
