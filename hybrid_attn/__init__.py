@@ -1,0 +1,32 @@
+"""Layer-wise hybrid attention over a five-state cache, as one pure step."""
+
+from hybrid_attn import presets, samplers, transforms
+from hybrid_attn.cache.ledger import Ledger, cache_bytes
+from hybrid_attn.cache.states import Cache, Fault
+from hybrid_attn.config import ModelConfig
+from hybrid_attn.generate import generate
+from hybrid_attn.mixers import Mixer, register_mixer
+from hybrid_attn.model import Model, forward, init_cache
+from hybrid_attn.step import compile_step, prefill, step
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Cache",
+    "Fault",
+    "Ledger",
+    "Mixer",
+    "Model",
+    "ModelConfig",
+    "cache_bytes",
+    "compile_step",
+    "forward",
+    "generate",
+    "init_cache",
+    "prefill",
+    "presets",
+    "register_mixer",
+    "samplers",
+    "step",
+    "transforms",
+]

@@ -1,0 +1,1 @@
+"""The five-state cache: states, spec, spans, rings and the byte ledger."""

@@ -1,0 +1,173 @@
+"""Cache states: frozen pytrees with a leading batch axis and static capacities.
+
+Which rows of a state are valid follows from the cache's per-row counts, never from
+the data. A state class says to which family it belongs (*history*: needs the whole
+chain; *recent*: needs only a trailing span) and which of its fields grow with the
+capacity (axis 1).
+"""
+
+import dataclasses
+from typing import Any, ClassVar, Literal
+
+import jax
+from jax import Array
+
+from hybrid_attn.cache.spec import CacheSpec
+
+_KINDS: dict[str, type["State"]] = {}
+
+
+@dataclasses.dataclass(frozen=True)
+class State:
+    """Base of every state; subclasses are registered with `register_state`."""
+
+    family: ClassVar[Literal["history", "recent"]]
+    growing: ClassVar[tuple[str, ...]] = ()
+
+    def replace(self, **changes):
+        return dataclasses.replace(self, **changes)
+
+
+def register_state(cls):
+    """Class decorator: makes a frozen `State` dataclass a pytree with a known kind.
+
+    Raises:
+      ValueError: the family is missing or the name is taken.
+    """
+    if getattr(cls, "family", None) not in ("history", "recent"):
+        raise ValueError(f"{cls.__name__}.family: expected 'history' or 'recent'")
+    if cls.__name__ in _KINDS:
+        raise ValueError(f"a state named {cls.__name__} is already registered")
+    cls = dataclasses.dataclass(frozen=True)(cls)
+    fields = [field.name for field in dataclasses.fields(cls)]
+    _KINDS[cls.__name__] = cls
+    return jax.tree_util.register_dataclass(cls, data_fields=fields, meta_fields=[])
+
+
+def check_state(state: Any) -> "State":
+    """Returns the state, or raises `TypeError` for a kind nobody registered."""
+    if _KINDS.get(type(state).__name__) is not type(state):
+        raise TypeError(
+            f"unknown state kind {type(state).__name__}; expected one of "
+            f"{', '.join(sorted(_KINDS))}"
+        )
+    return state
+
+
+@register_state
+class CompressedKV(State):
+    """Closed entries: key [b, e, k, h], value the same, or None where shared.
+
+    An uncompressed (`dense`) history is the case ratio = 1.
+    """
+
+    family = "history"
+    growing = ("key", "value")
+    key: Array
+    value: Array | None
+
+
+@register_state
+class UncompressedTail(State):
+    """Raw rows that are still needed: content [b, r, c], score [b, r, c] or None.
+
+    The frontier of a compressor (open group, overlap group, undo span), or the last
+    inputs of a token shift (no score). Slot = position modulo r.
+    """
+
+    family = "recent"
+    content: Array
+    score: Array | None
+
+
+@register_state
+class SlidingWindow(State):
+    """Exact keys/values of the last window - 1 + undo positions.
+
+    key [b, r, k, h], value the same or None where shared; slot = position modulo r.
+    """
+
+    family = "recent"
+    key: Array
+    value: Array | None
+
+
+@register_state
+class IndexerState(State):
+    """Index keys [b, e, c] and their own frontier: content, score [b, r, c']."""
+
+    family = "history"
+    growing = ("key",)
+    key: Array
+    content: Array
+    score: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerCache:
+    """The states of one layer by name; ``kind`` is the layer's mixer."""
+
+    states: dict[str, State]
+    kind: str
+
+    def __getitem__(self, name: str) -> Any:
+        return self.states[name]
+
+
+jax.tree_util.register_dataclass(
+    LayerCache, data_fields=["states"], meta_fields=["kind"]
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cache:
+    """An immutable cache of all layers.
+
+    Attributes:
+      layers: one `LayerCache` a layer.
+      length: int32[b], tokens held by each row.
+      floor: int32[b], the lowest length that `rewind` can reach.
+      sealed: int32[b], entries below this position are never written again.
+      faults: uint8[b], bits of `Fault`, set inside jit until cleared.
+      spec: the static `CacheSpec`.
+    """
+
+    layers: tuple[LayerCache, ...]
+    length: Array
+    floor: Array
+    sealed: Array
+    faults: Array
+    spec: CacheSpec
+
+    @property
+    def batch(self) -> int:
+        return self.length.shape[0]
+
+    def replace(self, **changes) -> "Cache":
+        return dataclasses.replace(self, **changes)
+
+
+jax.tree_util.register_dataclass(
+    Cache,
+    data_fields=["layers", "length", "floor", "sealed", "faults"],
+    meta_fields=["spec"],
+)
+
+
+class Fault:
+    """Bits of `Cache.faults`: why a row was left untouched inside jit."""
+
+    CAPACITY = 1
+    TOKEN = 2
+    LENGTHS = 4
+    REWIND = 8
+
+    @classmethod
+    def names(cls, bits: int) -> list[str]:
+        known = {
+            "position beyond the capacity": cls.CAPACITY,
+            "token outside the vocabulary": cls.TOKEN,
+            "lengths outside 0..t": cls.LENGTHS,
+            "rewind target out of range": cls.REWIND,
+        }
+        return [name for name, bit in known.items() if bits & bit]

@@ -1,0 +1,1 @@
+"""Layers around the mixers: linear maps, norms, rotary embedding, feed-forward."""

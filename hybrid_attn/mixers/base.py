@@ -1,0 +1,267 @@
+"""What every mixer shares: queries, keys, window, sink, output.
+
+A mixer is a pure function of (layer input, layer states, span). Its attention is one
+softmax over the union of its sources of keys; a subclass adds its sources in
+`attend`. The training form is the same call with ``states=None`` and a fresh span.
+"""
+
+import functools
+from typing import Any, ClassVar, NamedTuple
+
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from hybrid_attn.cache.rings import ring_positions, ring_write, span_rows
+from hybrid_attn.cache.span import Span
+from hybrid_attn.cache.spec import CacheSpec
+from hybrid_attn.cache.states import SlidingWindow, State, UncompressedTail
+from hybrid_attn.config import LayerSpec, ModelConfig
+from hybrid_attn.layers.linear import GroupedLinear, Linear
+from hybrid_attn.layers.norm import RMSNorm, rms_norm
+from hybrid_attn.layers.rope import rotate
+from pallas_kernels.softmax import Partial, finish, merge
+from pallas_kernels.window_attention.xla import window_attention
+
+States = dict[str, State]
+
+
+class Inputs(NamedTuple):
+    """What `attend` gets.
+
+    Attributes:
+      x: float[b, t, d], the normalised layer input.
+      key_input: float[b, t, d], the same after the token shift, if any.
+      latent: float[b, t, r], what queries are projected from.
+      query: float32[b, t, n, h], rotated.
+    """
+
+    x: Array
+    key_input: Array
+    latent: Array
+    query: Array
+
+
+def decay_slopes(layer: LayerSpec, rate: float) -> Array:
+    """float32[n], nats per token of distance: zero for head 0, then geometric."""
+    head = jnp.arange(layer.heads, dtype=jnp.float32)
+    slopes = rate * 2.0 ** (1 - head)
+    return jnp.where(head == 0, 0.0, slopes)
+
+
+class KeyValue(nnx.Module):
+    """Projects a layer input to stored keys and values of every position."""
+
+    def __init__(self, config: ModelConfig, layer: LayerSpec, *, rngs: nnx.Rngs):
+        self.layer = layer
+        self.project = Linear(
+            config.hidden_size, layer.features, rngs=rngs, dtype=config.compute_dtype
+        )
+        self.norm = (
+            RMSNorm(layer.head_dim, config.norm_eps) if config.key_norm else None
+        )
+
+    def __call__(self, x: Array, positions: Array) -> tuple[Array, Array | None]:
+        """(key, value) float32[b, t, k, h], value None where shared."""
+        return finish_keys(self.project(x), positions, self.layer, self.norm)
+
+
+def finish_keys(features, positions, layer: LayerSpec, norm):
+    """Features [b, t, f] -> normalised, rotated key and value [b, t, k, h]."""
+    shape = (*features.shape[:-1], layer.kv_heads, layer.head_dim)
+    if layer.shared_kv:
+        key, value = features.reshape(shape), None
+    else:
+        key, value = jnp.split(features, 2, axis=-1)
+        key = key.reshape(shape)
+        value = value.reshape(shape).astype(jnp.float32)
+    if norm is not None:
+        key = norm(key)
+    return rotate(key, positions, layer.rope), value
+
+
+class Mixer(nnx.Module):
+    """Base of all mixers; a subclass overrides `attend` and `init_states`."""
+
+    kind: ClassVar[str] = ""
+
+    def __init__(self, config: ModelConfig, layer: LayerSpec, *, rngs: nnx.Rngs):
+        self.config, self.layer = config, layer
+        linear = functools.partial(Linear, rngs=rngs, dtype=config.compute_dtype)
+        width = layer.heads * layer.head_dim
+        d = config.hidden_size
+        rank = config.query_rank
+        self.query_down = None if rank is None else linear(d, rank)
+        self.query_down_norm = None if rank is None else RMSNorm(rank, config.norm_eps)
+        self.query_up = linear(rank or d, width)
+        self.key_value = KeyValue(config, layer, rngs=rngs)
+        self.sink = nnx.Param(jnp.zeros((layer.heads,))) if config.sink else None
+        self.shift = nnx.Param(jnp.zeros((d,))) if config.token_shift else None
+        self.slopes = (
+            nnx.Param(decay_slopes(layer, config.decay_rate))
+            if layer.decay == "learned"
+            else None
+        )
+        groups, out_rank = config.output_groups, config.output_rank
+        self.output_down = (
+            None
+            if out_rank is None
+            else GroupedLinear(
+                groups, width, out_rank, rngs=rngs, dtype=config.compute_dtype
+            )
+        )
+        self.output_up = linear(width if out_rank is None else groups * out_rank, d)
+
+    # -- to override ---------------------------------------------------------------
+
+    @classmethod
+    def init_states(
+        cls, config: ModelConfig, layer: LayerSpec, spec: CacheSpec, batch: int
+    ) -> States:
+        """Empty states of one layer; each array is its own buffer."""
+        states: States = {}
+        dtypes = spec.dtypes
+        if layer.window:
+            ring = layer.window - 1 + spec.undo
+            shape = (batch, max(ring, 1), layer.kv_heads, layer.head_dim)
+            states["window"] = SlidingWindow(
+                key=jnp.zeros(shape, dtypes.window),
+                value=None if layer.shared_kv else jnp.zeros(shape, dtypes.window),
+            )
+        if config.token_shift:
+            shape = (batch, 1 + spec.undo, config.hidden_size)
+            states["shift"] = UncompressedTail(
+                content=jnp.zeros(shape, dtypes.frontier), score=None
+            )
+        return states
+
+    def attend(
+        self, inputs: Inputs, states: States | None, span: Span, *, dense: Array | None
+    ) -> tuple[Partial, States, dict[str, Any]]:
+        """Softmax sums over the layer's keys, the new states, and auxiliaries.
+
+        ``dense`` is bool[] in training (True: read all entries while the indexer
+        warms up) and None in a step.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define attend")
+
+    # -- shared --------------------------------------------------------------------
+
+    def __call__(
+        self,
+        x: Array,
+        states: States | None,
+        span: Span,
+        *,
+        dense: Array | None = None,
+    ) -> tuple[Array, States, dict[str, Any]]:
+        """Mixes float[b, t, d]; returns (y of the same shape, states, auxiliaries)."""
+        key_input, shift_state = self._shifted(x, states, span)
+        latent = x
+        if self.query_down is not None and self.query_down_norm is not None:
+            latent = self.query_down_norm(self.query_down(x))
+        layer = self.layer
+        query = self.query_up(latent).reshape(
+            *x.shape[:-1], layer.heads, layer.head_dim
+        )
+        if self.config.query_norm:
+            query = rms_norm(query, self.config.norm_eps)
+        query = rotate(query, span.positions, layer.rope)
+        inputs = Inputs(x, key_input, latent, query)
+        partial, new_states, aux = self.attend(inputs, states, span, dense=dense)
+        new_states = {**shift_state, **new_states}
+        sink = None if self.sink is None else self.sink[...]
+        mixed = finish(partial, sink)
+        if layer.shared_kv:
+            # Values carry their own position: undo the query's, so that what a key
+            # contributes depends on the distance alone.
+            mixed = rotate(mixed, span.positions, layer.rope, inverse=True)
+        y = mixed.reshape(*x.shape[:-1], -1)
+        if self.output_down is not None:
+            y = self.output_down(y)
+        return self.output_up(y), new_states, aux
+
+    @property
+    def scale(self) -> float:
+        return self.layer.head_dim**-0.5
+
+    def _shifted(self, x, states, span) -> tuple[Array, States]:
+        """Key input x_t + mu·x_(t-1), and the state that remembers x_(t-1)."""
+        if self.shift is None:
+            return x, {}
+        ring = None if states is None else states["shift"].content
+        # What is stored is what is used: round before reading.
+        rows = x if ring is None else x.astype(ring.dtype).astype(x.dtype)
+        first = -1 if ring is None else span.start - 1
+        previous = span_rows(ring, rows, span, first, span.width)
+        new = {}
+        if ring is not None:
+            new["shift"] = states["shift"].replace(content=ring_write(ring, rows, span))
+        return x + self.shift[...].astype(x.dtype) * previous, new
+
+    def window_partial(
+        self, inputs: Inputs, states: States | None, span: Span
+    ) -> tuple[Partial, States]:
+        """Softmax sums over the layer's window, and the window's new state."""
+        key, value = self.key_value(inputs.key_input, span.positions)
+        window = self.layer.window
+        state = None if states is None else states["window"]
+        slopes = None
+        if self.slopes is not None:
+            slopes = jnp.maximum(self.slopes[...], 0.0)
+        elif self.layer.decay == "fixed":
+            slopes = decay_slopes(self.layer, self.config.decay_rate)
+        attention = functools.partial(
+            window_attention, window=window, scale=self.scale, decay=slopes
+        )
+        if state is None:
+            lead = window - 1
+            keys = span_rows(None, key, span, -lead, lead + span.width)
+            values = (
+                keys
+                if value is None
+                else span_rows(None, value, span, -lead, lead + span.width)
+            )
+            position = jnp.arange(-lead, span.width, dtype=jnp.int32)
+            position = jnp.broadcast_to(position, keys.shape[:2])
+            return attention(
+                inputs.query, keys, values, span.positions, position, contiguous=True
+            ), {}
+        size = state.key.shape[1]
+        key = key.astype(state.key.dtype)
+        value = None if value is None else value.astype(state.value.dtype)
+        written = state.replace(
+            key=ring_write(state.key, key, span),
+            value=None if value is None else ring_write(state.value, value, span),
+        )
+        if span.width <= size - (window - 1):
+            # The written ring still holds the whole window of every new query: read
+            # it where it lies, whatever the order of its slots.
+            position = ring_positions(size, span.end)
+            live = (position >= 0)[:, :, None, None]
+            keys = jnp.where(live, written.key, 0)
+            values = keys if value is None else jnp.where(live, written.value, 0)
+            partial = attention(
+                inputs.query, keys, values, span.positions, position, contiguous=False
+            )
+        else:
+            first = span.start - (window - 1)
+            count = window - 1 + span.width
+            keys = span_rows(state.key, key, span, first, count)
+            values = (
+                keys
+                if value is None
+                else span_rows(state.value, value, span, first, count)
+            )
+            position = first[:, None] + jnp.arange(count, dtype=jnp.int32)
+            partial = attention(
+                inputs.query, keys, values, span.positions, position, contiguous=True
+            )
+        return partial, {"window": written}
+
+
+def merged(first: Partial, *rest: Partial) -> Partial:
+    """The joint softmax sums over several sources of keys."""
+    for partial in rest:
+        first = merge(first, partial)
+    return first

@@ -1,0 +1,155 @@
+"""Gated pooling of groups of tokens into entries, streaming and whole.
+
+Used for main entries and, with one head of its own width, for index keys. The softmax
+of the pooling runs per channel over the slots of a group (of two groups, with
+overlap: the first half of the features feeds the next entry, the second half the
+entry of the token's own group). Order: pool, normalise, rotate, round.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from hybrid_attn.cache.rings import any_closes, entry_write, ring_write, span_rows
+from hybrid_attn.cache.span import Span
+from hybrid_attn.config import ModelConfig
+from hybrid_attn.layers.linear import Linear
+from pallas_kernels.pool.xla import pool
+
+# A group scored far below every real one: it gets weight zero, and no inf - inf.
+_NO_SCORE = -1e30
+
+
+def frontier_rows(ratio: int, overlap: bool, undo: int) -> int:
+    """Ring size: open group, overlap group and undo span, in tokens."""
+    return (2 * ratio if overlap else ratio) - 1 + undo
+
+
+class Compressor(nnx.Module):
+    """Pools ``ratio`` tokens into one row of ``features`` channels."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        features: int,
+        ratio: int,
+        overlap: bool,
+        *,
+        rngs: nnx.Rngs,
+        slot_bias: float = 0.0,
+        heads: int = 1,
+    ):
+        self.ratio, self.overlap, self.features = ratio, overlap, features
+        width = features * (2 if overlap else 1)
+        # Content and gate share one product.
+        self.project = Linear(
+            config.hidden_size, 2 * width, rngs=rngs, dtype=config.compute_dtype
+        )
+        self.slot_score = nnx.Param(
+            _slot_scores(ratio, features, overlap, slot_bias, heads)
+        )
+
+    @property
+    def width(self) -> int:
+        """Channels of one raw row."""
+        return self.features * (2 if self.overlap else 1)
+
+    def __call__(
+        self, x: Array, ring: tuple[Array, Array] | None, span: Span
+    ) -> tuple[Array, Array, tuple[Array, Array] | None]:
+        """Pools the groups that the span touches.
+
+        Args:
+          x: float[b, t, d].
+          ring: frontier (content, score) [b, r, width], None in training.
+
+        Returns:
+          (pooled float32[b, g, features], first group int32[b], new ring). Groups
+          that do not close in this step hold meaningless finite numbers.
+        """
+        both = self.project(x).astype(jnp.float32)
+        content, score = both[..., : self.width], both[..., self.width :]
+        slot = span.positions % self.ratio
+        score = score + self.slot_score[...][slot]
+        lead = self.ratio if self.overlap else 0
+        if ring is None:
+            groups = span.width // self.ratio
+            first = jnp.zeros_like(span.start)
+            origin = -lead
+        else:
+            groups = (span.width + self.ratio - 1) // self.ratio
+            first = span.start // self.ratio
+            origin = first * self.ratio - lead
+            content, score = (
+                rows.astype(old.dtype).astype(jnp.float32)
+                for rows, old in zip((content, score), ring, strict=True)
+            )
+        count = groups * self.ratio + lead
+
+        def pooled() -> Array:
+            old_content, old_score = (None, None) if ring is None else ring
+            rows = span_rows(old_content, content, span, origin, count)
+            scores = span_rows(old_score, score, span, origin, count)
+            if self.overlap:
+                none = _precedes(origin, count)
+                scores = jnp.where(none[..., None], _NO_SCORE, scores)
+            return self._pool(rows, scores)
+
+        if ring is None:
+            return pooled(), first, None
+        new_ring = (
+            ring_write(ring[0], content, span),
+            ring_write(ring[1], score, span),
+        )
+        if span.width > self.ratio:
+            return pooled(), first, new_ring
+        # A short step seldom closes a group; pooling a long one is what would cost.
+        empty = jnp.zeros((x.shape[0], groups, self.features), jnp.float32)
+        out = jax.lax.cond(any_closes(span, self.ratio), pooled, lambda: empty)
+        return out, first, new_ring
+
+    def _pool(self, rows: Array, scores: Array) -> Array:
+        def grouped(x: Array) -> Array:
+            x = x.reshape(x.shape[0], -1, self.ratio, x.shape[-1])
+            if not self.overlap:
+                return x
+            before, own = x[:, :-1], x[:, 1:]
+            return jnp.concatenate(
+                [before[..., : self.features], own[..., self.features :]], axis=2
+            )
+
+        return pool(grouped(rows), grouped(scores))
+
+    def append(
+        self, entries: Array, new: Array, first: Array, span: Span
+    ) -> Array:
+        """Writes the groups that close into ``entries`` [b, e, ...]."""
+        return entry_write(entries, new, first, span, self.ratio)
+
+    def positions(self, first: Array, groups: int) -> Array:
+        """int32[b, g]: an entry stands at the first position of its own group."""
+        return (first[:, None] + jnp.arange(groups, dtype=jnp.int32)) * self.ratio
+
+
+def _precedes(origin, count: int) -> Array:
+    position = jnp.arange(count, dtype=jnp.int32)[None] + jnp.reshape(origin, (-1, 1))
+    return position < 0
+
+
+def _slot_scores(
+    ratio: int, features: int, overlap: bool, bias: float, heads: int
+) -> Array:
+    """float32[ratio, width], the learned position bias of the pooling.
+
+    With ``bias`` 0 pooling starts as a mean. Otherwise the channels of each head (of
+    each ratio-th part of the channels where there are fewer heads than slots) prefer
+    one slot by ``bias`` nats, so that it starts as a choice.
+    """
+    if heads >= min(ratio, 2):
+        part = jnp.arange(features) // (features // heads)
+    else:
+        part = jnp.arange(features) * ratio // features
+    prefer = (part % ratio)[None, :] == jnp.arange(ratio)[:, None]
+    own = bias * prefer.astype(jnp.float32)
+    return jnp.concatenate([jnp.zeros_like(own), own], axis=1) if overlap else own

@@ -1,0 +1,87 @@
+"""`csa`: a window, and the entries that an indexer chooses."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from hybrid_attn.mixers.compressed import CompressedMixer
+from hybrid_attn.mixers.indexer import Indexer, indexer_loss
+from hybrid_attn.mixers.registry import register_mixer
+from pallas_kernels.indexer_topk.xla import indexer_scores, indexer_topk
+from pallas_kernels.sparse_attention.xla import masked_attention, sparse_attention
+
+
+@register_mixer("csa")
+class SparseMixer(CompressedMixer):
+    """Compressed sparse attention (DeepSeek-V4, CSA).
+
+    The choice gives no gradient: in training the indexer learns from the attention
+    mass over entries, with its own inputs detached from the trunk.
+    """
+
+    kind = "csa"
+
+    def __init__(self, config, layer, *, rngs: nnx.Rngs):
+        super().__init__(config, layer, rngs=rngs)
+        self.indexer = Indexer(config, layer, rngs=rngs)
+
+    @classmethod
+    def init_states(cls, config, layer, spec, batch):
+        states = super().init_states(config, layer, spec, batch)
+        states["index"] = Indexer.init_state(config, layer, spec, batch)
+        return states
+
+    def read(self, inputs, key, value, states, span, *, dense):
+        x, key_input, latent = (
+            jax.lax.stop_gradient(part)
+            for part in (inputs.x, inputs.key_input, inputs.latent)
+        )
+        state = None if states is None else states["index"]
+        query, weight = self.indexer.queries(latent, x, span)
+        index_key, new_state = self.indexer.keys(key_input, state, span)
+        visible = span.visible(self.layer.ratio)
+        if states is None:
+            return self._train(
+                inputs.query, key, value, query, weight, index_key, visible, dense
+            )
+        k = self.layer.top_k
+        chosen, scores = indexer_topk(
+            query, weight, index_key, visible, k=k + 1 if span.collect else k
+        )
+        aux = {}
+        if span.collect:
+            aux = {"chosen": chosen[..., :k], "gap": score_gap(scores, k)}
+            chosen = chosen[..., :k]
+        partial = sparse_attention(inputs.query, key, value, chosen, scale=self.scale)
+        return partial, {"index": new_state}, aux
+
+    def _train(self, query, key, value, index_query, weight, index_key, visible, dense):
+        """Masked form: all scores are needed for the loss, so nothing is gathered."""
+        scores = indexer_scores(index_query, weight, index_key) + 0.0
+        seen = jnp.arange(key.shape[1]) < visible[..., None]
+        chosen = top_k_mask(scores, seen, self.layer.top_k)
+        if dense is not None:
+            chosen = chosen | (seen & dense)
+        partial, mass = masked_attention(query, key, value, chosen, scale=self.scale)
+        loss = indexer_loss(scores, mass, chosen)
+        return partial, {}, {"indexer_loss": loss}
+
+
+def top_k_mask(scores, seen, k: int):
+    """bool[b, t, e]: the k best seen entries; ties go to the lowest index."""
+    if scores.shape[-1] <= k:
+        return seen
+    masked = jax.lax.stop_gradient(jnp.where(seen, scores, -jnp.inf))
+    least = jax.lax.top_k(masked, k)[0][..., -1:]
+    above, equal = masked > least, masked == least
+    room = k - jnp.sum(above, axis=-1, keepdims=True)
+    return seen & (above | (equal & (jnp.cumsum(equal, axis=-1) <= room)))
+
+
+def score_gap(scores, k: int):
+    """float32[b, t]: last chosen score minus first refused; inf where none refused."""
+    if scores.shape[-1] <= k:
+        return jnp.full(scores.shape[:-1], jnp.inf, jnp.float32)
+    refused = scores[..., k]
+    gap = scores[..., k - 1] - refused
+    return jnp.where(refused > -jnp.inf, gap, jnp.inf)

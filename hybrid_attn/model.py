@@ -1,0 +1,164 @@
+"""The model: embedding, layers, head. All state is passed in and returned."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from hybrid_attn.cache.span import Span
+from hybrid_attn.cache.spec import make_spec
+from hybrid_attn.cache.states import Cache, LayerCache, check_state
+from hybrid_attn.config import ModelConfig
+from hybrid_attn.layers.block import Block
+from hybrid_attn.layers.linear import Linear
+from hybrid_attn.layers.norm import RMSNorm
+from hybrid_attn.mixers import mixer_class
+
+
+class Model(nnx.Module):
+    """A decoder with one mixer a layer; holds parameters and static config only.
+
+    Raises:
+      ValueError: the layer pattern names an unknown kind.
+    """
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        classes = [mixer_class(layer.kind) for layer in config.layers]
+        self.embedding = nnx.Param(
+            nnx.initializers.normal(1.0)(
+                rngs.params(), (config.vocab_size, config.hidden_size), jnp.float32
+            )
+        )
+        self.blocks = nnx.List(
+            [
+                Block(config, cls(config, layer, rngs=rngs), rngs=rngs)
+                for cls, layer in zip(classes, config.layers, strict=True)
+            ]
+        )
+        self.final_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.unembed = (
+            None
+            if config.tie_embeddings
+            else Linear(
+                config.hidden_size,
+                config.vocab_size,
+                rngs=rngs,
+                dtype=config.compute_dtype,
+            )
+        )
+
+    def embed(self, tokens: Array) -> Array:
+        """float[b, t, d]; tokens out of range are clipped (their rows are void)."""
+        table = self.embedding[...]
+        x = table[jnp.clip(tokens, 0, table.shape[0] - 1)]
+        return x.astype(self.config.compute_dtype)
+
+    def head(self, x: Array) -> Array:
+        """float32[..., v]."""
+        x = self.final_norm(x)
+        if self.unembed is None:
+            return (x @ self.embedding[...].T * self.config.hidden_size**-0.5).astype(
+                jnp.float32
+            )
+        return self.unembed(x).astype(jnp.float32)
+
+    def layers(
+        self,
+        x: Array,
+        caches: tuple[LayerCache, ...] | None,
+        span: Span,
+        *,
+        dense: Array | None = None,
+        remat: bool = False,
+    ) -> tuple[Array, tuple[LayerCache, ...], list[dict[str, Any]]]:
+        """Runs every block; ``caches`` None is the training form."""
+        new, auxiliaries = [], []
+        for index, block in enumerate(self.blocks):
+            states = None if caches is None else caches[index].states
+            run = functools.partial(_run_block, span=span, dense=dense)
+            if remat:
+                run = jax.checkpoint(run)
+            x, out, aux = run(block, x, states)
+            auxiliaries.append(aux)
+            if caches is not None:
+                new.append(LayerCache({**caches[index].states, **out}, caches[index].kind))
+        return x, tuple(new), auxiliaries
+
+
+def _run_block(block: Block, x: Array, states, *, span: Span, dense):
+    return block(x, states, span, dense=dense)
+
+
+def forward(model: Model, tokens: Array, segment_ids: Array | None = None) -> Array:
+    """Logits of whole sequences from position 0: the training form.
+
+    Args:
+      tokens: int32[b, t].
+      segment_ids: not supported yet; packed documents raise NotImplementedError.
+
+    Returns:
+      float32[b, t, v].
+    """
+    if segment_ids is not None:
+        raise NotImplementedError("packed documents (segment_ids) are not built yet")
+    return forward_with_aux(model, tokens)[0]
+
+
+def forward_with_aux(
+    model: Model, tokens: Array, *, dense: Array | None = None, remat: bool = False
+) -> tuple[Array, list[dict[str, Any]]]:
+    """`forward`, with what the layers report (`indexer_loss` of sparse layers).
+
+    ``dense`` bool[]: True lets sparse layers read all entries (indexer warm-up).
+    """
+    if tokens.ndim != 2:
+        raise ValueError(f"tokens {tokens.shape}: expected [batch, time]")
+    span = Span.training(*tokens.shape)
+    x, _, aux = model.layers(
+        model.embed(tokens), None, span, dense=dense, remat=remat
+    )
+    return model.head(x), aux
+
+
+def init_cache(
+    config: ModelConfig,
+    batch: int,
+    capacity: int,
+    undo: int = 16,
+    dtypes=None,
+) -> Cache:
+    """An empty cache.
+
+    Args:
+      config: the model's configuration.
+      batch: rows.
+      capacity: tokens a row can hold; rounded up to a multiple of block_tokens.
+      undo: how many tokens `rewind` can take back.
+      dtypes: stored dtypes: None (float32), one dtype for entries, window and index,
+        or a mapping over {entries, window, index, frontier, accumulator}.
+
+    Raises:
+      ValueError: batch, capacity or undo out of range; an unknown role or kind.
+    """
+    if not isinstance(batch, int) or batch < 1:
+        raise ValueError(f"batch={batch!r}: expected a whole number from 1")
+    spec = make_spec(config, capacity, undo, dtypes)
+    layers = []
+    for layer in config.layers:
+        states = mixer_class(layer.kind).init_states(config, layer, spec, batch)
+        for state in states.values():
+            check_state(state)
+        layers.append(LayerCache(states, layer.kind))
+    # Separate buffers: a donated tree must not hold one array twice.
+    return Cache(
+        layers=tuple(layers),
+        length=jnp.zeros((batch,), jnp.int32),
+        floor=jnp.zeros((batch,), jnp.int32),
+        sealed=jnp.zeros((batch,), jnp.int32),
+        faults=jnp.zeros((batch,), jnp.uint8),
+        spec=spec,
+    )

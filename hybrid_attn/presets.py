@@ -1,0 +1,78 @@
+"""Named configurations.
+
+The ``tiny_*`` presets have equal parameter counts within 5 %: the feed-forward
+width makes up for what a mixer does not have.
+"""
+
+from hybrid_attn.config import ModelConfig
+
+_TINY = ModelConfig(
+    name="tiny",
+    vocab_size=256,
+    hidden_size=64,
+    heads=4,
+    head_dim=16,
+    kv_heads=4,
+    dense_kv_heads=4,
+    window=8,
+    csa_ratio=4,
+    hca_ratio=16,
+    top_k=8,
+    index_heads=4,
+    index_dim=16,
+    rope_dims=8,
+    token_shift=True,
+    slot_bias=4.0,
+    decay="learned",
+)
+
+
+def _tiny(name: str, pattern: str, feed_forward_size: int) -> ModelConfig:
+    return _TINY.replace(
+        name=name, pattern=pattern, feed_forward_size=feed_forward_size
+    )
+
+
+_PRESETS = {
+    "tiny_dense": lambda: _tiny("tiny_dense", "dense*3", 256),
+    "tiny_swa": lambda: _tiny("tiny_swa", "swa*3", 256),
+    "tiny_hca": lambda: _tiny("tiny_hca", "hca*3", 256),
+    "tiny_csa": lambda: _tiny("tiny_csa", "csa*3", 256),
+    "tiny_hybrid": lambda: _tiny("tiny_hybrid", "hca,swa,csa", 256),
+    "peers_v4": lambda: ModelConfig(
+        name="peers_v4",
+        vocab_size=4096,
+        hidden_size=256,
+        pattern="swa*2,(csa,hca)*2",
+        heads=8,
+        head_dim=64,
+        query_rank=128,
+        output_groups=2,
+        output_rank=64,
+        window=128,
+        csa_ratio=4,
+        hca_ratio=128,
+        top_k=64,
+        index_heads=4,
+        index_dim=32,
+        rope_dims=16,
+        compressed_rope_theta=1.6e5,
+        feed_forward_size=512,
+    ),
+}
+
+
+def names() -> tuple[str, ...]:
+    """The names that `get` knows."""
+    return tuple(_PRESETS)
+
+
+def get(name: str) -> ModelConfig:
+    """Returns the named configuration.
+
+    Raises:
+      ValueError: no such preset; names those there are.
+    """
+    if name not in _PRESETS:
+        raise ValueError(f"preset {name!r}: expected one of {', '.join(_PRESETS)}")
+    return _PRESETS[name]()

@@ -1,0 +1,320 @@
+"""`step` and its relatives: one pure function over an immutable cache."""
+
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import Array
+
+from hybrid_attn.cache.span import Span
+from hybrid_attn.cache.states import Cache, Fault
+from hybrid_attn.model import Model
+
+LogitsKind = Literal["all", "last", "none"]
+_LOGITS = ("all", "last", "none")
+# Lengths of compiled steps: exact for single tokens, then powers of two from here.
+_LEAST_BUCKET = 8
+
+
+def bucket(t: int) -> int:
+    """The compiled length that a step of t tokens is padded to."""
+    return t if t <= 1 else max(_LEAST_BUCKET, 1 << (t - 1).bit_length())
+
+
+def step(
+    model: Model,
+    cache: Cache,
+    tokens: Array,
+    lengths: Array | None = None,
+    *,
+    logits: LogitsKind = "all",
+    aux: bool = False,
+):
+    """Advances every row by its tokens.
+
+    Args:
+      model: the model the cache was made for.
+      cache: an immutable cache; it stays valid.
+      tokens: int32[b, t], right-padded.
+      lengths: int32[b] in 0..t, how many tokens of each row count; None for all.
+      logits: "all" float32[b, t, v] (padding is finite and meaningless), "last"
+        float32[b, v] at the last counted token, or "none" (None).
+      aux: also return, per layer, what it reports: for sparse layers ``chosen``
+        int32[b, t, k] (-1 = none) and ``gap`` float32[b, t], the score distance
+        between the last chosen and the first refused entry.
+
+    Returns:
+      (logits, cache), or (logits, cache, aux).
+
+    Raises:
+      ValueError: outside jit, before any compute: a position beyond the capacity, a
+        token outside the vocabulary, lengths outside 0..t, another config's cache, a
+        batch mismatch. Inside jit the row is left untouched as a whole, its bit in
+        ``cache.faults`` is set and its logits are NaN.
+    """
+    _check_static(model, cache, tokens, lengths, logits)
+    if _traced(model, cache, tokens, lengths):
+        return pure_step(model, cache, tokens, lengths, logits=logits, aux=aux)
+    tokens, lengths = _check_values(model, cache, tokens, lengths)
+    t = tokens.shape[1]
+    padded = np.zeros((tokens.shape[0], bucket(t)), np.int32)
+    padded[:, :t] = tokens
+    graph, leaves = flatten(model)
+    out = _jit_step(graph, leaves, cache, padded, lengths, None, logits, aux)
+    result, cache, auxiliaries = out
+    if logits == "all":
+        result = result[:, :t]
+    if not aux:
+        return result, cache
+    return result, cache, jax.tree.map(lambda x: x[:, :t], auxiliaries)
+
+
+def pure_step(
+    model: Model,
+    cache: Cache,
+    tokens: Array,
+    lengths: Array | None = None,
+    start: Array | None = None,
+    *,
+    logits: LogitsKind = "all",
+    aux: bool = False,
+):
+    """The traceable step; ``start`` int32[b] is the position of column 0.
+
+    With ``start`` (at or below each row's length) the new tokens of row i are columns
+    length_i - start_i .. + lengths_i - 1, and "last" is the last of those.
+    """
+    b, t = tokens.shape
+    count = jnp.full((b,), t, jnp.int32) if lengths is None else lengths
+    count = jnp.asarray(count, jnp.int32)
+    offset = 0 if start is None else cache.length - start
+    faults = _row_faults(model, cache, tokens, count, offset)
+    void = faults > 0
+    count = jnp.where(void, 0, count)
+    span = Span(
+        start=cache.length if start is None else start,
+        length=cache.length,
+        end=cache.length + count,
+        sealed=cache.sealed,
+        width=t,
+        collect=aux,
+    )
+    x, layers, auxiliaries = model.layers(model.embed(tokens), cache.layers, span)
+    new_cache = cache.replace(
+        layers=layers,
+        length=span.end,
+        floor=jnp.maximum(cache.floor, span.end - cache.spec.undo),
+        faults=cache.faults | faults,
+    )
+    out = None
+    if logits == "all":
+        out = jnp.where(void[:, None, None], jnp.nan, model.head(x))
+    elif logits == "last":
+        last = jnp.clip(span.end - span.start - 1, 0, t - 1)
+        picked = jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0]
+        out = jnp.where(void[:, None], jnp.nan, model.head(picked))
+    if not aux:
+        return out, new_cache
+    return out, new_cache, auxiliaries
+
+
+def _row_faults(model, cache, tokens, count, offset) -> Array:
+    t = tokens.shape[1]
+    column = jnp.arange(t, dtype=jnp.int32)
+    first = jnp.broadcast_to(jnp.asarray(offset, jnp.int32), count.shape)[:, None]
+    counted = (column >= first) & (column < first + count[:, None])
+    outside = (tokens < 0) | (tokens >= model.config.vocab_size)
+    bits = (
+        (jnp.any(outside & counted, axis=1), Fault.TOKEN),
+        ((count < 0) | (count + first[:, 0] > t), Fault.LENGTHS),
+        (cache.length + count > cache.spec.capacity, Fault.CAPACITY),
+    )
+    faults = jnp.zeros(count.shape, jnp.uint8)
+    for failed, bit in bits:
+        faults |= jnp.where(failed, jnp.uint8(bit), jnp.uint8(0))
+    return faults
+
+
+# -- calling it from outside jit -----------------------------------------------------
+
+
+def flatten(model: Model) -> tuple[Any, tuple[Array, ...]]:
+    """(hashable graph, parameter leaves): what a compiled function is called with."""
+    graph, state = nnx.split(model)
+    leaves, tree = jax.tree.flatten(state)
+    return (graph, tree), tuple(leaves)
+
+
+def unflatten(graph: Any, leaves) -> Model:
+    definition, tree = graph
+    return nnx.merge(definition, jax.tree.unflatten(tree, leaves))
+
+
+def _flat_step(graph, leaves, cache, tokens, lengths, start, logits, aux):
+    model = unflatten(graph, leaves)
+    out = pure_step(model, cache, tokens, lengths, start, logits=logits, aux=aux)
+    return out if aux else (*out, None)
+
+
+_jit_step = jax.jit(_flat_step, static_argnums=(0, 6, 7))
+_donating_step = jax.jit(_flat_step, static_argnums=(0, 6, 7), donate_argnums=(2,))
+
+
+def compile_step(model: Model, *, donate: bool = True, logits: LogitsKind = "all"):
+    """A step for loops: the model is flattened once, values are not checked.
+
+    Returns:
+      ``run(cache, tokens, lengths=None) -> (logits, cache)``. With ``donate`` it
+      consumes every cache that shares buffers with its argument. Bad values set
+      ``cache.faults`` instead of raising. One compilation per shape of tokens.
+    """
+    graph, leaves = flatten(model)
+    jitted = _donating_step if donate else _jit_step
+
+    def run(cache: Cache, tokens: Array, lengths: Array | None = None):
+        out, cache, _ = jitted(graph, leaves, cache, tokens, lengths, None, logits, False)
+        return out, cache
+
+    return run
+
+
+def prefill(
+    model: Model,
+    cache: Cache,
+    tokens: Array,
+    lengths: Array | None = None,
+    *,
+    logits: LogitsKind = "all",
+    donate: bool = False,
+    progress=None,
+):
+    """A long step, cut at absolute multiples of ``block_tokens``.
+
+    Every block runs in one padded compiled shape in which a position always has the
+    same column, so that any split of the same tokens gives the same bits.
+
+    Args and returns: as `step`. ``donate`` consumes the cache; ``progress`` is called
+    with (blocks done, blocks in all).
+
+    Raises:
+      ValueError: as `step`, before any compute.
+    """
+    _check_static(model, cache, tokens, lengths, logits)
+    if _traced(model, cache, tokens, lengths):
+        raise ValueError("prefill runs its own compiled blocks: call step inside jit")
+    tokens, lengths = _check_values(model, cache, tokens, lengths)
+    b, t = tokens.shape
+    size = cache.spec.block_tokens
+    begin = np.asarray(cache.length)
+    end = begin + lengths
+    blocks = int(np.max(-(-end // size) - begin // size)) if t else 0
+    graph, leaves = flatten(model)
+    rows = np.arange(b)[:, None]
+    pieces, last = [], None
+    for block in range(blocks):
+        start = (begin // size + block) * size
+        low, high = np.clip(begin, start, None), np.minimum(end, start + size)
+        count = np.maximum(high - low, 0)
+        # A row that is done stands still: its span is empty, at its own length.
+        start = np.where(count > 0, start, (np.asarray(end) // size) * size)
+        position = start[:, None] + np.arange(size)
+        column = np.clip(position - begin[:, None], 0, t - 1)
+        jitted = _donating_step if donate or block else _jit_step
+        out, cache, _ = jitted(
+            graph,
+            leaves,
+            cache,
+            tokens[rows, column],
+            count.astype(np.int32),
+            start.astype(np.int32),
+            logits,
+            False,
+        )
+        if logits == "all":
+            pieces.append((out, low - begin, low - start, count))
+        elif logits == "last":
+            moved = jnp.asarray(count > 0)[:, None]
+            last = out if last is None else jnp.where(moved, out, last)
+        if progress is not None:
+            progress(block + 1, blocks)
+    if logits == "all":
+        return _assemble(pieces, b, t, model.config.vocab_size), cache
+    if logits == "last" and last is None:
+        last = jnp.zeros((b, model.config.vocab_size), jnp.float32)
+    return last, cache
+
+
+def _assemble(pieces, b: int, t: int, vocab: int) -> Array:
+    """Logits [b, t, v] in the order of the caller's tokens."""
+    out = np.zeros((b, t, vocab), np.float32)
+    for logits, target, source, count in pieces:
+        block = np.asarray(logits)
+        for row in np.flatnonzero(count):
+            n = count[row]
+            out[row, target[row] : target[row] + n] = block[
+                row, source[row] : source[row] + n
+            ]
+    return jnp.asarray(out)
+
+
+def _traced(model, *trees) -> bool:
+    leaves = jax.tree.leaves(trees)
+    leaves += jax.tree.leaves(model)[:1]
+    return any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
+
+
+def _check_static(model, cache, tokens, lengths, logits) -> None:
+    if logits not in _LOGITS:
+        raise ValueError(f"logits={logits!r}: expected one of {_LOGITS}")
+    if not isinstance(cache, Cache):
+        raise ValueError(f"cache: expected a Cache, got {type(cache).__name__}")
+    config = model.config
+    if cache.spec.config_identity != config.identity:
+        raise ValueError(
+            f"cache was built for config {cache.spec.config_name!r} "
+            f"({cache.spec.config_identity}), the model has {config.name!r} "
+            f"({config.identity})"
+        )
+    shape, dtype = np.shape(tokens), getattr(tokens, "dtype", np.asarray(tokens).dtype)
+    if len(shape) != 2:
+        raise ValueError(f"tokens {shape}: expected [batch, time]")
+    if not jnp.issubdtype(dtype, jnp.integer):
+        raise ValueError(f"tokens are {dtype}: expected integers")
+    if shape[0] != cache.batch:
+        raise ValueError(f"tokens have {shape[0]} rows, the cache has {cache.batch}")
+    if lengths is not None and np.shape(lengths) != (cache.batch,):
+        raise ValueError(
+            f"lengths {np.shape(lengths)}: expected ({cache.batch},), one per row"
+        )
+
+
+def _check_values(model, cache, tokens, lengths) -> tuple[np.ndarray, np.ndarray]:
+    tokens = np.asarray(tokens)
+    b, t = tokens.shape
+    lengths = np.full((b,), t) if lengths is None else np.asarray(lengths)
+    bad = np.flatnonzero((lengths < 0) | (lengths > t))
+    if bad.size:
+        raise ValueError(
+            f"lengths[{bad[0]}]={lengths[bad[0]]}: expected 0..{t}, the time axis"
+        )
+    counted = np.arange(t) < lengths[:, None]
+    wrong = counted & ((tokens < 0) | (tokens >= model.config.vocab_size))
+    if wrong.any():
+        row, column = np.argwhere(wrong)[0]
+        raise ValueError(
+            f"tokens[{row}, {column}]={tokens[row, column]}: outside the vocabulary "
+            f"of {model.config.vocab_size}"
+        )
+    held = np.asarray(cache.length)
+    over = np.flatnonzero(held + lengths > cache.spec.capacity)
+    if over.size:
+        row = over[0]
+        raise ValueError(
+            f"row {row} holds {held[row]} tokens and gets {lengths[row]} more, beyond "
+            f"the capacity of {cache.spec.capacity}; see transforms.grow"
+        )
+    return tokens.astype(np.int32), lengths.astype(np.int32)
+
+

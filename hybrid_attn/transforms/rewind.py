@@ -1,0 +1,38 @@
+"""Takes tokens back by lowering the length; touches no array of a state. EXACT."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from hybrid_attn.cache.states import Cache, Fault
+
+
+def rewind(cache: Cache, length: int | Array) -> Cache:
+    """Sets each row back to ``length`` tokens (int, or int32[b] row by row).
+
+    What is kept are the states as they stand: rings hold `undo` positions more than a
+    step reads, and counts say what is valid.
+
+    Raises:
+      ValueError: a target above the row's length or below its ``floor``; names the
+        distance that is available. Inside jit the row is left as it is and its
+        rewind bit in ``faults`` is set.
+    """
+    target = jnp.broadcast_to(jnp.asarray(length, jnp.int32), cache.length.shape)
+    outside = (target > cache.length) | (target < cache.floor)
+    leaves = (target, cache.length, cache.floor)
+    if not any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+        bad = np.flatnonzero(np.asarray(outside))
+        if bad.size:
+            row = int(bad[0])
+            held, floor = int(cache.length[row]), int(cache.floor[row])
+            raise ValueError(
+                f"rewind of row {row} to {int(target[row])}: it holds {held} tokens "
+                f"and can go back by {held - floor} at most, to {floor}"
+            )
+        return cache.replace(length=target)
+    bit = jnp.where(outside, jnp.uint8(Fault.REWIND), jnp.uint8(0))
+    return cache.replace(
+        length=jnp.where(outside, cache.length, target), faults=cache.faults | bit
+    )

@@ -1,0 +1,1 @@
+"""Attention over all visible entries of a history."""

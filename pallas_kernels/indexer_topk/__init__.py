@@ -1,0 +1,1 @@
+"""Lightning-indexer scores and the choice of the best entries."""

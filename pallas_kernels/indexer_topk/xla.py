@@ -1,0 +1,67 @@
+"""Lightning-indexer scores and streaming top-k in XLA."""
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+BLOCK = 4096
+
+
+def indexer_scores(query: Array, weight: Array, key: Array) -> Array:
+    """float32[b, t, e]: Σ_i weight_i · relu(query_i · key).
+
+    Args:
+      query: [b, t, i, c]; weight: [b, t, i], scale included; key: [b, e, c].
+    """
+    b, t, heads, dim = query.shape
+    flat = query.astype(jnp.float32).reshape(b, t * heads, dim)
+    products = jnp.einsum("bxc,bec->bxe", flat, key.astype(jnp.float32))
+    products = jax.nn.relu(products).reshape(b, t, heads, -1)
+    return jnp.einsum("bti,btie->bte", weight.astype(jnp.float32), products)
+
+
+def indexer_topk(
+    query: Array, weight: Array, key: Array, visible: Array, *, k: int
+) -> tuple[Array, Array]:
+    """The k best visible entries of each query; ties go to the lowest index.
+
+    Args:
+      query: [b, t, i, c]; weight: [b, t, i]; key: [b, e, c]; visible: int32[b, t].
+
+    Returns:
+      (index int32[b, t, min(k, e)], -1 where fewer are visible; scores float32 of
+      the same shape, -inf there).
+    """
+    size = key.shape[1]
+    k = min(k, size)
+
+    def masked(keys: Array, first, least) -> tuple[Array, Array]:
+        entry = first + jnp.arange(keys.shape[1], dtype=jnp.int32)
+        # + 0.0 turns -0.0 into +0.0, which top_k would rank below it.
+        scores = indexer_scores(query, weight, keys) + 0.0
+        mask = (entry >= least) & (entry < visible[..., None])
+        return jnp.where(mask, scores, -jnp.inf), entry
+
+    if size <= BLOCK:
+        scores, _ = masked(key, 0, 0)
+        best, index = jax.lax.top_k(scores, k)
+        return jnp.where(best > -jnp.inf, index, -1).astype(jnp.int32), best
+
+    def body(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        index, best = carry
+        first = jnp.minimum(i * BLOCK, size - BLOCK)
+        keys = jax.lax.dynamic_slice_in_dim(key, first, BLOCK, axis=1)
+        scores, entry = masked(keys, first, i * BLOCK)
+        # What is kept so far stands first: of equal scores the lowest index wins.
+        scores = jnp.concatenate([best, scores], axis=-1)
+        entry = jnp.broadcast_to(entry, (*scores.shape[:-1], BLOCK))
+        best, at = jax.lax.top_k(scores, k)
+        index = jnp.take_along_axis(
+            jnp.concatenate([index, entry], axis=-1), at, axis=-1
+        )
+        return jnp.where(best > -jnp.inf, index, -1), best
+
+    shape = (*visible.shape, k)
+    empty = (jnp.full(shape, -1, jnp.int32), jnp.full(shape, -jnp.inf, jnp.float32))
+    used = jnp.minimum(-(-size // BLOCK), -(-jnp.max(visible) // BLOCK))
+    return jax.lax.fori_loop(0, used, body, empty)

@@ -1,0 +1,1 @@
+"""Gated per-channel pooling of groups into entries."""

@@ -1,0 +1,1 @@
+"""Attention over a chosen list of entries per query."""

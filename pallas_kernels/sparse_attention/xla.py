@@ -1,0 +1,51 @@
+"""Attention over chosen entries in XLA: by gather, or by mask over few entries."""
+
+import jax.numpy as jnp
+from jax import Array
+
+from pallas_kernels.softmax import Partial, group_heads, partial_softmax
+
+
+def sparse_attention(
+    query: Array, key: Array, value: Array, chosen: Array, *, scale: float
+) -> Partial:
+    """Softmax sums over the entries that each query chose.
+
+    Args:
+      query: [b, t, n, h]; key, value: [b, e, k, h].
+      chosen: int32[b, t, c], entry indices, -1 = none.
+    """
+    q = group_heads(query, key.shape[2], scale)
+    valid = chosen >= 0
+    b, t, c = chosen.shape
+    index = jnp.maximum(chosen, 0).reshape(b, t * c)
+
+    def gather(x: Array) -> Array:
+        x = jnp.take_along_axis(
+            x, index[:, :, None, None], axis=1, mode="promise_in_bounds"
+        )
+        x = x.reshape(b, t, c, *x.shape[2:])
+        return jnp.where(valid[..., None, None], x, 0).astype(jnp.float32)
+
+    keys = gather(key)
+    values = keys if value is key else gather(value)
+    logits = jnp.einsum("bktgh,btskh->bktgs", q, keys)
+    weights, total, maximum = partial_softmax(logits, valid[:, None, :, None, :])
+    weighted = jnp.einsum("bktgs,btskh->bktgh", weights, values)
+    return Partial(weighted, total, maximum)
+
+
+def masked_attention(
+    query: Array, key: Array, value: Array, mask: Array, *, scale: float
+) -> tuple[Partial, Array]:
+    """The same over a mask bool[b, t, e]; also the weights float32[b, t, e].
+
+    The weights are normalised over the entries of the mask and averaged over heads:
+    what an indexer learns to predict. Costs t·e, so for training lengths only.
+    """
+    q = group_heads(query, key.shape[2], scale)
+    logits = jnp.einsum("bktgh,bskh->bktgs", q, key.astype(jnp.float32))
+    weights, total, maximum = partial_softmax(logits, mask[:, None, :, None, :])
+    weighted = jnp.einsum("bktgs,bskh->bktgh", weights, value.astype(jnp.float32))
+    share = weights / jnp.where(total > 0, total, 1.0)[..., None]
+    return Partial(weighted, total, maximum), jnp.mean(share, axis=(1, 3))
