@@ -56,12 +56,15 @@ quickstart: $(ready) ## run the small ablation on a CPU
 	GLIBC_TUNABLES=glibc.malloc.hugetlb=1 $(python) -m experiments.ablate \
 		--config=configs/quickstart.py --workdir=runs/quickstart $(ARGS)
 
+lock: pip = $(VENV)-lock/bin/python -m pip
 lock: ## write requirements/ anew for one Python (PYTHON=path)
 	rm -rf $(VENV)-lock
 	scripts/make_env.sh $(VENV)-lock
-	$(VENV)-lock/bin/python -m pip install -qq --upgrade pip 'setuptools>=77'
-	$(VENV)-lock/bin/python -m pip install -qq --no-build-isolation -e '.[dev]'
-	$(VENV)-lock/bin/python -m pip freeze --all --exclude-editable \
+	$(pip) install -qq --upgrade pip 'setuptools>=77'
+	$(pip) install -qq --no-build-isolation -e '.[dev]'
+	$(pip) install -qq --dry-run --report $(VENV)-lock/cuda.json 'jax[cuda12,cuda13]'
+	{ $(pip) freeze --all --exclude-editable && \
+		$(VENV)-lock/bin/python -c '$(pins)' < $(VENV)-lock/cuda.json; } | LC_ALL=C sort -f \
 		> requirements/$$($(VENV)-lock/bin/python -c '$(tag)').txt
 	rm -rf $(VENV)-lock
 
@@ -72,6 +75,8 @@ clean: ## remove caches and build output
 distclean: clean ## remove the environments too
 	rm -rf $(VENV) $(VENV)-min $(VENV)-lock
 
+pins := import json, sys; [print("{name}=={version}".format(**i["metadata"])) \
+	for i in json.load(sys.stdin)["install"]]
 tag := import sys; print("py%d%d" % sys.version_info[:2])
 
 # $(call install,directory,extras,edit of the pins)
