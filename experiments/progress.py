@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Self
 
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as RichProgress
@@ -196,9 +197,11 @@ def print_table(
             raise ValueError(
                 f"row {list(row)} does not fit the columns {list(columns)}"
             )
-    table = Table(title=title, title_justify="left")
+    table = Table(
+        title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False
+    )
     for index, name in enumerate(columns):
-        table.add_column(name, justify="right" if index else "left")
+        table.add_column(name, justify="right" if index else "left", overflow="fold")
     for row in rows:
         table.add_row(*row)
     (console or make_console()).print(table)
