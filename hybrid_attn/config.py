@@ -11,6 +11,25 @@ from hybrid_attn.pattern import parse_pattern
 Decay = Literal["none", "fixed", "learned"]
 
 
+def cached_hash(cls):
+    """Class decorator: a frozen dataclass hashes its fields once, not at every call.
+
+    Configurations are static arguments of compiled functions; hashing a nested one
+    anew took longer than decoding a token.
+    """
+    compute = cls.__hash__
+
+    def __hash__(self):
+        value = self.__dict__.get("_hash")
+        if value is None:
+            value = compute(self)
+            object.__setattr__(self, "_hash", value)
+        return value
+
+    cls.__hash__ = __hash__
+    return cls
+
+
 @dataclasses.dataclass(frozen=True)
 class Rope:
     """Partial interleaved rotary embedding on the trailing ``dims`` channels.
@@ -27,6 +46,7 @@ class Rope:
     beta_slow: float = 1.0
 
 
+@cached_hash
 @dataclasses.dataclass(frozen=True)
 class LayerSpec:
     """The resolved geometry of one layer, part of the cache's identity.
@@ -53,6 +73,7 @@ class LayerSpec:
         return self.kv_heads * self.head_dim * (1 if self.shared_kv else 2)
 
 
+@cached_hash
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """A layer-wise hybrid model.
@@ -115,7 +136,8 @@ class ModelConfig:
     def layers(self) -> tuple[LayerSpec, ...]:
         """The resolved layers, one `LayerSpec` each."""
         return tuple(
-            _layer_spec(self, kind, ratio) for kind, ratio in parse_pattern(self.pattern)
+            _layer_spec(self, kind, ratio)
+            for kind, ratio in parse_pattern(self.pattern)
         )
 
     @functools.cached_property

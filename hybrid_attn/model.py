@@ -85,7 +85,9 @@ class Model(nnx.Module):
             x, out, aux = run(block, x, states)
             auxiliaries.append(aux)
             if caches is not None:
-                new.append(LayerCache({**caches[index].states, **out}, caches[index].kind))
+                new.append(
+                    LayerCache({**caches[index].states, **out}, caches[index].kind)
+                )
         return x, tuple(new), auxiliaries
 
 
@@ -118,9 +120,7 @@ def forward_with_aux(
     if tokens.ndim != 2:
         raise ValueError(f"tokens {tokens.shape}: expected [batch, time]")
     span = Span.training(*tokens.shape)
-    x, _, aux = model.layers(
-        model.embed(tokens), None, span, dense=dense, remat=remat
-    )
+    x, _, aux = model.layers(model.embed(tokens), None, span, dense=dense, remat=remat)
     return model.head(x), aux
 
 

@@ -1,5 +1,6 @@
 """`step` and its relatives: one pure function over an immutable cache."""
 
+import functools
 from typing import Any, Literal
 
 import jax
@@ -62,7 +63,8 @@ def step(
     padded = np.zeros((tokens.shape[0], bucket(t)), np.int32)
     padded[:, :t] = tokens
     graph, leaves = flatten(model)
-    out = _jit_step(graph, leaves, cache, padded, lengths, None, logits, aux)
+    run = _compiled(graph, False, logits, aux)
+    out = run(leaves, cache, padded, lengths, None)
     result, cache, auxiliaries = out
     if logits == "all":
         result = result[:, :t]
@@ -152,14 +154,16 @@ def unflatten(graph: Any, leaves) -> Model:
     return nnx.merge(definition, jax.tree.unflatten(tree, leaves))
 
 
-def _flat_step(graph, leaves, cache, tokens, lengths, start, logits, aux):
-    model = unflatten(graph, leaves)
-    out = pure_step(model, cache, tokens, lengths, start, logits=logits, aux=aux)
-    return out if aux else (*out, None)
+@functools.lru_cache(maxsize=256)
+def _compiled(graph, donate: bool, logits: LogitsKind, aux: bool):
+    """One jitted step per model structure; hashing that at every call would cost."""
 
+    def run(leaves, cache, tokens, lengths, start):
+        model = unflatten(graph, leaves)
+        out = pure_step(model, cache, tokens, lengths, start, logits=logits, aux=aux)
+        return out if aux else (*out, None)
 
-_jit_step = jax.jit(_flat_step, static_argnums=(0, 6, 7))
-_donating_step = jax.jit(_flat_step, static_argnums=(0, 6, 7), donate_argnums=(2,))
+    return jax.jit(run, donate_argnums=(1,) if donate else ())
 
 
 def compile_step(model: Model, *, donate: bool = True, logits: LogitsKind = "all"):
@@ -171,10 +175,10 @@ def compile_step(model: Model, *, donate: bool = True, logits: LogitsKind = "all
       ``cache.faults`` instead of raising. One compilation per shape of tokens.
     """
     graph, leaves = flatten(model)
-    jitted = _donating_step if donate else _jit_step
+    jitted = _compiled(graph, donate, logits, False)
 
     def run(cache: Cache, tokens: Array, lengths: Array | None = None):
-        out, cache, _ = jitted(graph, leaves, cache, tokens, lengths, None, logits, False)
+        out, cache, _ = jitted(leaves, cache, tokens, lengths, None)
         return out, cache
 
     return run
@@ -221,16 +225,13 @@ def prefill(
         start = np.where(count > 0, start, (np.asarray(end) // size) * size)
         position = start[:, None] + np.arange(size)
         column = np.clip(position - begin[:, None], 0, t - 1)
-        jitted = _donating_step if donate or block else _jit_step
-        out, cache, _ = jitted(
-            graph,
+        run = _compiled(graph, donate or block > 0, logits, False)
+        out, cache, _ = run(
             leaves,
             cache,
             tokens[rows, column],
             count.astype(np.int32),
             start.astype(np.int32),
-            logits,
-            False,
         )
         if logits == "all":
             pieces.append((out, low - begin, low - start, count))
@@ -316,5 +317,3 @@ def _check_values(model, cache, tokens, lengths) -> tuple[np.ndarray, np.ndarray
             f"the capacity of {cache.spec.capacity}; see transforms.grow"
         )
     return tokens.astype(np.int32), lengths.astype(np.int32)
-
-

@@ -5,7 +5,7 @@ import math
 
 import jax.numpy as jnp
 
-from hybrid_attn.config import LayerSpec, ModelConfig
+from hybrid_attn.config import LayerSpec, ModelConfig, cached_hash
 
 VERSION = 1
 # Short compressors would give tiny blocks, and each block is one compiled prefill
@@ -50,6 +50,7 @@ class StoredDtypes:
         return cls(entries=name, window=name, index=name)
 
 
+@cached_hash
 @dataclasses.dataclass(frozen=True)
 class CacheSpec:
     """Everything static about a cache; two caches with equal specs have equal trees.

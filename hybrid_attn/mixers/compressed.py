@@ -82,9 +82,7 @@ class CompressedMixer(Mixer):
         new.update(history)
         if key.shape[1] == 0:
             return window, new, {}
-        partial, index, aux = self.read(
-            inputs, key, value, states, span, dense=dense
-        )
+        partial, index, aux = self.read(inputs, key, value, states, span, dense=dense)
         new.update(index)
         return merged(window, partial), new, aux
 

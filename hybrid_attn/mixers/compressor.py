@@ -121,9 +121,7 @@ class Compressor(nnx.Module):
 
         return pool(grouped(rows), grouped(scores))
 
-    def append(
-        self, entries: Array, new: Array, first: Array, span: Span
-    ) -> Array:
+    def append(self, entries: Array, new: Array, first: Array, span: Span) -> Array:
         """Writes the groups that close into ``entries`` [b, e, ...]."""
         return entry_write(entries, new, first, span, self.ratio)
 

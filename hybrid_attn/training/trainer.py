@@ -31,7 +31,7 @@ class TrainConfig:
     steps: int = 400
     batch: int = 32
     length: int = 128
-    optimizer: OptimizerConfig = OptimizerConfig()
+    optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     indexer_warmup: float = 0.4
     indexer_weight: float = 1.0
     remat: bool = False
