@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.typing import ArrayLike
 
 from hybrid_attn.cache.states import Cache
 from hybrid_attn.model import Model
@@ -16,14 +17,14 @@ from hybrid_attn.step import flatten, prefill, pure_step, unflatten
 def generate(
     model: Model,
     cache: Cache,
-    tokens: Array,
+    tokens: ArrayLike,
     max_new_tokens: int,
     *,
-    lengths: Array | None = None,
+    lengths: ArrayLike | None = None,
     sampler: Sampler = greedy,
     key: Array | None = None,
     stop_ids: tuple[int, ...] = (),
-    row_ids: Array | None = None,
+    row_ids: ArrayLike | None = None,
 ) -> tuple[Array, Array, Cache]:
     """Continues every row.
 
@@ -107,9 +108,10 @@ def _decode(graph, sampler, limit, stop_ids, leaves, cache, logits, keys):
 
     def body(carry):
         index, token, live, out, counts, cache = carry
-        logits, cache = pure_step(
+        logits, cache, _ = pure_step(
             model, cache, token[:, None], live.astype(jnp.int32), logits="last"
         )
+        assert logits is not None  # "last" always gives some
         token = jnp.where(live, sample(logits, cache.length), token)
         out = place(out, index, token, live)
         counts = counts + live

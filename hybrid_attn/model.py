@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
+from jax.typing import ArrayLike
 
 from hybrid_attn.cache.span import Span
 from hybrid_attn.cache.spec import make_spec
@@ -95,7 +96,9 @@ def _run_block(block: Block, x: Array, states, *, span: Span, dense):
     return block(x, states, span, dense=dense)
 
 
-def forward(model: Model, tokens: Array, segment_ids: Array | None = None) -> Array:
+def forward(
+    model: Model, tokens: ArrayLike, segment_ids: ArrayLike | None = None
+) -> Array:
     """Logits of whole sequences from position 0: the training form.
 
     Args:
@@ -107,7 +110,7 @@ def forward(model: Model, tokens: Array, segment_ids: Array | None = None) -> Ar
     """
     if segment_ids is not None:
         raise NotImplementedError("packed documents (segment_ids) are not built yet")
-    return forward_with_aux(model, tokens)[0]
+    return forward_with_aux(model, jnp.asarray(tokens))[0]
 
 
 def forward_with_aux(
@@ -117,8 +120,10 @@ def forward_with_aux(
 
     ``dense`` bool[]: True lets sparse layers read all entries (indexer warm-up).
     """
-    if tokens.ndim != 2:
-        raise ValueError(f"tokens {tokens.shape}: expected [batch, time]")
+    if tokens.ndim != 2 or tokens.shape[1] == 0:
+        raise ValueError(
+            f"tokens {tokens.shape}: expected [batch, time] with at least one token"
+        )
     span = Span.training(*tokens.shape)
     x, _, aux = model.layers(model.embed(tokens), None, span, dense=dense, remat=remat)
     return model.head(x), aux

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import Array
+from jax.core import Tracer
+from jax.typing import ArrayLike
 
 from hybrid_attn.cache.span import Span
 from hybrid_attn.cache.states import Cache, Fault
@@ -21,14 +23,14 @@ _LEAST_BUCKET = 8
 
 def bucket(t: int) -> int:
     """The compiled length that a step of t tokens is padded to."""
-    return t if t <= 1 else max(_LEAST_BUCKET, 1 << (t - 1).bit_length())
+    return 1 if t <= 1 else max(_LEAST_BUCKET, 1 << (t - 1).bit_length())
 
 
 def step(
     model: Model,
     cache: Cache,
-    tokens: Array,
-    lengths: Array | None = None,
+    tokens: ArrayLike,
+    lengths: ArrayLike | None = None,
     *,
     logits: LogitsKind = "all",
     aux: bool = False,
@@ -57,16 +59,23 @@ def step(
     """
     _check_static(model, cache, tokens, lengths, logits)
     if _traced(model, cache, tokens, lengths):
-        return pure_step(model, cache, tokens, lengths, logits=logits, aux=aux)
-    tokens, lengths = _check_values(model, cache, tokens, lengths)
-    t = tokens.shape[1]
-    padded = np.zeros((tokens.shape[0], bucket(t)), np.int32)
-    padded[:, :t] = tokens
+        out = pure_step(
+            model,
+            cache,
+            jnp.asarray(tokens),
+            None if lengths is None else jnp.asarray(lengths),
+            logits=logits,
+            aux=aux,
+        )
+        return out if aux else out[:2]
+    values, counts = _check_values(model, cache, tokens, lengths)
+    t = values.shape[1]
+    padded = np.zeros((values.shape[0], bucket(t)), np.int32)
+    padded[:, :t] = values
     graph, leaves = flatten(model)
     run = _compiled(graph, False, logits, aux)
-    out = run(leaves, cache, padded, lengths, None)
-    result, cache, auxiliaries = out
-    if logits == "all":
+    result, cache, auxiliaries = run(leaves, cache, padded, counts, None)
+    if result is not None and logits == "all":
         result = result[:, :t]
     if not aux:
         return result, cache
@@ -82,13 +91,23 @@ def pure_step(
     *,
     logits: LogitsKind = "all",
     aux: bool = False,
-):
+) -> tuple[Array | None, Cache, list[dict[str, Any]]]:
     """The traceable step; ``start`` int32[b] is the position of column 0.
 
     With ``start`` (at or below each row's length) the new tokens of row i are columns
     length_i - start_i .. + lengths_i - 1, and "last" is the last of those.
     """
     b, t = tokens.shape
+    if t == 0:
+        # An empty step runs as one column of padding.
+        tokens = jnp.zeros((b, 1), jnp.int32)
+        lengths = jnp.zeros((b,), jnp.int32) if lengths is None else lengths
+        out, cache, auxiliaries = pure_step(
+            model, cache, tokens, lengths, start, logits=logits, aux=aux
+        )
+        if out is not None and logits == "all":
+            out = out[:, :0]
+        return out, cache, auxiliaries
     count = jnp.full((b,), t, jnp.int32) if lengths is None else lengths
     count = jnp.asarray(count, jnp.int32)
     offset = 0 if start is None else cache.length - start
@@ -117,9 +136,7 @@ def pure_step(
         last = jnp.clip(span.end - span.start - 1, 0, t - 1)
         picked = jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0]
         out = jnp.where(void[:, None], jnp.nan, model.head(picked))
-    if not aux:
-        return out, new_cache
-    return out, new_cache, auxiliaries
+    return out, new_cache, auxiliaries if aux else []
 
 
 def _row_faults(model, cache, tokens, count, offset) -> Array:
@@ -160,8 +177,7 @@ def _compiled(graph, donate: bool, logits: LogitsKind, aux: bool):
 
     def run(leaves, cache, tokens, lengths, start):
         model = unflatten(graph, leaves)
-        out = pure_step(model, cache, tokens, lengths, start, logits=logits, aux=aux)
-        return out if aux else (*out, None)
+        return pure_step(model, cache, tokens, lengths, start, logits=logits, aux=aux)
 
     return jax.jit(run, donate_argnums=(1,) if donate else ())
 
@@ -177,7 +193,7 @@ def compile_step(model: Model, *, donate: bool = True, logits: LogitsKind = "all
     graph, leaves = flatten(model)
     jitted = _compiled(graph, donate, logits, False)
 
-    def run(cache: Cache, tokens: Array, lengths: Array | None = None):
+    def run(cache: Cache, tokens: ArrayLike, lengths: ArrayLike | None = None):
         out, cache, _ = jitted(leaves, cache, tokens, lengths, None)
         return out, cache
 
@@ -187,8 +203,8 @@ def compile_step(model: Model, *, donate: bool = True, logits: LogitsKind = "all
 def prefill(
     model: Model,
     cache: Cache,
-    tokens: Array,
-    lengths: Array | None = None,
+    tokens: ArrayLike,
+    lengths: ArrayLike | None = None,
     *,
     logits: LogitsKind = "all",
     donate: bool = False,
@@ -208,11 +224,11 @@ def prefill(
     _check_static(model, cache, tokens, lengths, logits)
     if _traced(model, cache, tokens, lengths):
         raise ValueError("prefill runs its own compiled blocks: call step inside jit")
-    tokens, lengths = _check_values(model, cache, tokens, lengths)
-    b, t = tokens.shape
+    values, counts = _check_values(model, cache, tokens, lengths)
+    b, t = values.shape
     size = cache.spec.block_tokens
     begin = np.asarray(cache.length)
-    end = begin + lengths
+    end = begin + counts
     blocks = int(np.max(-(-end // size) - begin // size)) if t else 0
     graph, leaves = flatten(model)
     rows = np.arange(b)[:, None]
@@ -229,7 +245,7 @@ def prefill(
         out, cache, _ = run(
             leaves,
             cache,
-            tokens[rows, column],
+            values[rows, column],
             count.astype(np.int32),
             start.astype(np.int32),
         )
@@ -263,7 +279,7 @@ def _assemble(pieces, b: int, t: int, vocab: int) -> Array:
 def _traced(model, *trees) -> bool:
     leaves = jax.tree.leaves(trees)
     leaves += jax.tree.leaves(model)[:1]
-    return any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
+    return any(isinstance(leaf, Tracer) for leaf in leaves)
 
 
 def _check_static(model, cache, tokens, lengths, logits) -> None:
@@ -278,17 +294,25 @@ def _check_static(model, cache, tokens, lengths, logits) -> None:
             f"({cache.spec.config_identity}), the model has {config.name!r} "
             f"({config.identity})"
         )
-    shape, dtype = np.shape(tokens), getattr(tokens, "dtype", np.asarray(tokens).dtype)
+    shape = np.shape(tokens)
     if len(shape) != 2:
         raise ValueError(f"tokens {shape}: expected [batch, time]")
-    if not jnp.issubdtype(dtype, jnp.integer):
-        raise ValueError(f"tokens are {dtype}: expected integers")
+    _check_integers("tokens", tokens)
     if shape[0] != cache.batch:
         raise ValueError(f"tokens have {shape[0]} rows, the cache has {cache.batch}")
     if lengths is not None and np.shape(lengths) != (cache.batch,):
         raise ValueError(
             f"lengths {np.shape(lengths)}: expected ({cache.batch},), one per row"
         )
+    if lengths is not None:
+        _check_integers("lengths", lengths)
+
+
+def _check_integers(name: str, values) -> None:
+    # A tracer has a dtype and cannot become a numpy array.
+    dtype = values.dtype if hasattr(values, "dtype") else np.asarray(values).dtype
+    if np.size(values) and not jnp.issubdtype(dtype, jnp.integer):
+        raise ValueError(f"{name} are {dtype}: expected integers")
 
 
 def _check_values(model, cache, tokens, lengths) -> tuple[np.ndarray, np.ndarray]:

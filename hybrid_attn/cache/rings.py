@@ -49,7 +49,12 @@ def ring_write(ring: Array, rows: Array, span: Span) -> Array:
 
 
 def span_rows(
-    ring: Array | None, rows: Array, span: Span, first: Array, count: int
+    ring: Array | None,
+    rows: Array,
+    span: Span,
+    first: Array | int,
+    count: int,
+    reach: int | None = None,
 ) -> Array:
     """Rows at positions first..first+count-1, from the ring or from the new columns.
 
@@ -60,25 +65,27 @@ def span_rows(
       first: int32[b]; in training it must be a non-positive constant, given as the
         static int ``-lead``.
       count: static number of rows.
+      reach: how many positions before ``length`` may be read; None is the ring size.
 
     Returns:
-      [b, count, ...] in the rows' dtype. Positions below 0 or out of the ring's
-      reach are zero, so that whatever unused capacity holds never enters a product.
+      [b, count, ...] in the rows' dtype. Positions below 0 or out of reach are zero,
+      so that whatever unused capacity holds never enters a product.
     """
     if ring is None:
-        lead = -int(first)  # type: ignore[arg-type]
+        lead = -int(first)
         tail = max(0, count - lead - span.width)
         pad = [(0, 0), (lead, tail)] + [(0, 0)] * (rows.ndim - 2)
         return jnp.pad(rows, pad)[:, :count]
     size = ring.shape[1]
-    position = first[:, None] + jnp.arange(count, dtype=jnp.int32)
+    begin = jnp.asarray(first, jnp.int32)[:, None]
+    position = begin + jnp.arange(count, dtype=jnp.int32)
     old = position < span.length[:, None]
     column = jnp.clip(position - span.start[:, None], 0, span.width - 1)
     source = jnp.concatenate([ring.astype(rows.dtype), rows], axis=1)
     index = jnp.where(old, position % size, size + column)
     taken = _take(source, index)
-    reach = jnp.maximum(0, span.length - size)[:, None]
-    keep = ~old | (position >= reach)
+    least = jnp.maximum(0, span.length - (size if reach is None else reach))
+    keep = ~old | (position >= least[:, None])
     return jnp.where(_expand(keep, taken), taken, jnp.zeros((), taken.dtype))
 
 

@@ -7,6 +7,7 @@ capacity (axis 1).
 """
 
 import dataclasses
+import typing
 from typing import Any, ClassVar, Literal
 
 import jax
@@ -28,7 +29,8 @@ class State:
         return dataclasses.replace(self, **changes)
 
 
-def register_state(cls):
+@typing.dataclass_transform(frozen_default=True)
+def register_state[S: type](cls: S) -> S:
     """Class decorator: makes a frozen `State` dataclass a pytree with a known kind.
 
     Raises:
@@ -38,7 +40,7 @@ def register_state(cls):
         raise ValueError(f"{cls.__name__}.family: expected 'history' or 'recent'")
     if cls.__name__ in _KINDS:
         raise ValueError(f"a state named {cls.__name__} is already registered")
-    cls = dataclasses.dataclass(frozen=True)(cls)
+    cls = typing.cast(S, dataclasses.dataclass(frozen=True)(cls))
     fields = [field.name for field in dataclasses.fields(cls)]
     _KINDS[cls.__name__] = cls
     return jax.tree_util.register_dataclass(cls, data_fields=fields, meta_fields=[])

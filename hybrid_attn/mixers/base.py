@@ -15,7 +15,7 @@ from jax import Array
 from hybrid_attn.cache.rings import ring_positions, ring_write, span_rows
 from hybrid_attn.cache.span import Span
 from hybrid_attn.cache.spec import CacheSpec
-from hybrid_attn.cache.states import SlidingWindow, State, UncompressedTail
+from hybrid_attn.cache.states import SlidingWindow, UncompressedTail
 from hybrid_attn.config import LayerSpec, ModelConfig
 from hybrid_attn.layers.linear import GroupedLinear, Linear
 from hybrid_attn.layers.norm import RMSNorm, rms_norm
@@ -23,7 +23,8 @@ from hybrid_attn.layers.rope import rotate
 from pallas_kernels.softmax import Partial, finish, merge
 from pallas_kernels.window_attention.xla import window_attention
 
-States = dict[str, State]
+# By name; the concrete state class is the mixer's own business.
+States = dict[str, Any]
 
 
 class Inputs(NamedTuple):
@@ -195,7 +196,7 @@ class Mixer(nnx.Module):
         first = -1 if ring is None else span.start - 1
         previous = span_rows(ring, rows, span, first, span.width)
         new = {}
-        if ring is not None:
+        if states is not None and ring is not None:
             new["shift"] = states["shift"].replace(content=ring_write(ring, rows, span))
         return x + self.shift[...].astype(x.dtype) * previous, new
 
@@ -238,7 +239,9 @@ class Mixer(nnx.Module):
             # The written ring still holds the whole window of every new query: read
             # it where it lies, whatever the order of its slots.
             position = ring_positions(size, span.end)
-            live = (position >= 0)[:, :, None, None]
+            # After a rewind some slots hold what was taken back: counts say which.
+            least = jnp.maximum(span.length - (window - 1), 0)[:, None]
+            live = (position >= least)[:, :, None, None]
             keys = jnp.where(live, written.key, 0)
             values = keys if value is None else jnp.where(live, written.value, 0)
             partial = attention(
@@ -247,11 +250,12 @@ class Mixer(nnx.Module):
         else:
             first = span.start - (window - 1)
             count = window - 1 + span.width
-            keys = span_rows(state.key, key, span, first, count)
+            reach = window - 1
+            keys = span_rows(state.key, key, span, first, count, reach)
             values = (
                 keys
                 if value is None
-                else span_rows(state.value, value, span, first, count)
+                else span_rows(state.value, value, span, first, count, reach)
             )
             position = first[:, None] + jnp.arange(count, dtype=jnp.int32)
             partial = attention(

@@ -31,6 +31,7 @@ class DenseMixer(Mixer):
     def attend(self, inputs, states, span, *, dense):
         key, value = self.key_value(inputs.key_input, span.positions)
         new = {}
+        value = key if value is None else value
         if states is not None:
             entries = states["entries"].replace(
                 key=entry_write(states["entries"].key, key, span.start, span, 1),

@@ -1,6 +1,7 @@
 """Checkpoints of training runs through Orbax V1."""
 
 from pathlib import Path
+from typing import Any, cast
 
 import jax
 from orbax.checkpoint import v1 as ocp
@@ -16,8 +17,11 @@ class TrainCheckpoints:
 
     def __init__(self, directory: str | Path, keep: int = 2):
         self._checkpointer = ocp.training.Checkpointer(
-            Path(directory).absolute(),
-            preservation_policy=ocp.training.preservation_policies.LatestN(n=keep),
+            str(Path(directory).absolute()),
+            # The policy classes and the argument disagree in Orbax's own types.
+            preservation_policy=cast(
+                Any, ocp.training.preservation_policies.LatestN(n=keep)
+            ),
             cleanup_tmp_directories=True,
         )
 

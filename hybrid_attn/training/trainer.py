@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax import Array
+from jax.typing import ArrayLike
 
 from hybrid_attn.config import ModelConfig
 from hybrid_attn.model import Model
@@ -84,7 +85,7 @@ class Trainer:
         return jax.eval_shape(self.init)
 
     def update(
-        self, state: TrainState, tokens: Array, targets: Array
+        self, state: TrainState, tokens: ArrayLike, targets: ArrayLike
     ) -> tuple[TrainState, dict[str, Array]]:
         """One update; consumes ``state``. Metrics are scalars on the device."""
         return self._update(state, tokens, targets)
