@@ -1,0 +1,19 @@
+"""hybrid_attn beside the eager PyTorch DeepSeek-V4 of transformers 5.24.
+
+    python -m experiments.peers --workdir=runs/peers
+
+About four minutes on two idle CPU cores, besides making the PyTorch environment at
+first use. Writes peers.prefill_ratio_8k, peers.decode_ratio_8k and the figures that
+they are made of to summary.json.
+"""
+
+import dataclasses
+
+from ml_collections import ConfigDict
+
+from experiments.peers.config import Config
+
+
+def get_config() -> ConfigDict:
+    """The defaults of `experiments.peers.config.Config`."""
+    return ConfigDict(dataclasses.asdict(Config()))

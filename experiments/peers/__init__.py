@@ -1,0 +1,1 @@
+"""hybrid_attn beside the eager PyTorch implementation of DeepSeek-V4."""

@@ -1,0 +1,299 @@
+"""From what both sides measured to summary.json, the table, report.md and a figure."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from experiments.peers.config import Config, Repeats, label
+from experiments.peers.sizes import ACTIVE_LIMIT, feed_forward_parameters
+
+BUSY = 0.05
+"""Share of the cores in other hands above which the report doubts its figures."""
+
+TABLE = (
+    "context",
+    "",
+    "transformers",
+    "hybrid_attn",
+    "hybrid_attn ÷ transformers",
+)
+
+
+def _cases(answer: Mapping[str, Any]) -> dict[str, dict]:
+    return {case["name"]: case for case in answer["cases"]}
+
+
+def ratios(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, float]:
+    """Ours divided by theirs: prefill above 1 is faster, decode below 1 is faster."""
+    return {
+        "prefill": ours["prefill_tokens_per_s"] / theirs["prefill_tokens_per_s"],
+        "decode": ours["decode_ms_per_token"] / theirs["decode_ms_per_token"],
+        "fastest_step": min(ours["decode_s"]) / min(theirs["decode_s"]),
+    }
+
+
+def summarise(config: Config, results: Mapping[str, Any]) -> dict[str, Any]:
+    """The flat keys of summary.json, all under `peers.`.
+
+    Args:
+        config: what was asked.
+        results: answers of `transformers`, `hybrid_attn` and, where it was asked for,
+            `transformers_one_stream`.
+    """
+    summary: dict[str, Any] = {}
+    theirs = _cases(results["transformers"])
+    ours = _cases(results["hybrid_attn"])
+    for context in config.contexts:
+        name = label(context)
+        ratio = ratios(ours[name], theirs[name])
+        summary |= {
+            f"prefill_ratio_{name}": ratio["prefill"],
+            f"decode_ratio_{name}": ratio["decode"],
+            f"decode_speedup_{name}": 1 / ratio["decode"],
+            f"decode_ratio_{name}_fastest_step": ratio["fastest_step"],
+        }
+        for side, cases in (("transformers", theirs), ("hybrid_attn", ours)):
+            case = cases[name]
+            summary[f"{side}_prefill_tokens_per_s_{name}"] = case[
+                "prefill_tokens_per_s"
+            ]
+            summary[f"{side}_decode_ms_per_token_{name}"] = case["decode_ms_per_token"]
+            summary[f"{side}_decode_ms_fastest_step_{name}"] = 1e3 * min(
+                case["decode_s"]
+            )
+    longest = label(config.contexts[-1])
+    chunked = theirs[f"{longest}_chunked"]
+    ratio = ratios(ours[longest], chunked)
+    summary |= {
+        f"prefill_ratio_{longest}_chunked": ratio["prefill"],
+        f"decode_ratio_{longest}_chunked": ratio["decode"],
+        f"transformers_prefill_tokens_per_s_{longest}_chunked": chunked[
+            "prefill_tokens_per_s"
+        ],
+        f"transformers_decode_ms_per_token_{longest}_chunked": chunked[
+            "decode_ms_per_token"
+        ],
+        f"transformers_chunked_logit_difference_{longest}": chunked[
+            "difference_from_first"
+        ],
+        f"transformers_largest_logit_{longest}": chunked["largest_logit"],
+    }
+    if "transformers_one_stream" in results:
+        for name, case in _cases(results["transformers_one_stream"]).items():
+            for key in ("prefill_tokens_per_s", "decode_ms_per_token"):
+                summary[f"transformers_one_stream_{key}_{name}"] = case[key]
+    for side, answer in results.items():
+        for key, value in answer["parameters"].items():
+            summary[f"{side}_{key}"] = value
+        summary[f"{side}_other_load"] = answer.get("other_load")
+        summary[f"{side}_versions"] = _versions(answer)
+    return {f"peers.{key}": value for key, value in summary.items()}
+
+
+def _versions(answer: Mapping[str, Any]) -> str:
+    return ", ".join(f"{k} {v}" for k, v in answer["versions"].items())
+
+
+def table_rows(config: Config, summary: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """Rows under `TABLE`, as text."""
+    rows = []
+    for context in config.contexts:
+        name = label(context)
+        for what, key, unit in (
+            ("prefill", "prefill_tokens_per_s", "tokens/s"),
+            ("decode", "decode_ms_per_token", "ms/token"),
+        ):
+            theirs = summary[f"peers.transformers_{key}_{name}"]
+            ours = summary[f"peers.hybrid_attn_{key}_{name}"]
+            ratio = summary[f"peers.{what}_ratio_{name}"]
+            rows.append(
+                (
+                    name,
+                    f"{what}, {unit}",
+                    _number(theirs),
+                    _number(ours),
+                    f"{ratio:.3g}",
+                )
+            )
+    return rows
+
+
+def _counts(repeats: Repeats) -> str:
+    counts = {repeats.prefill, repeats.prefill_longest}
+    return " or ".join(str(count) for count in sorted(counts, reverse=True))
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def doubts(results: Mapping[str, Any]) -> list[str]:
+    """What speaks against the figures: cores that others used meanwhile."""
+    found = []
+    for side, answer in results.items():
+        load = answer.get("other_load")
+        if load is not None and load > BUSY:
+            found.append(
+                f"while {side} was measured, other processes used {100 * load:.0f} % of"
+                " the cores: its times are too long; measure again on an idle machine"
+            )
+    return found
+
+
+def size_lines(config: Config, results: Mapping[str, Any]) -> list[str]:
+    """The arithmetic of the active sizes, as lines of Markdown."""
+    model, experts = config.model(), config.experts
+    layers = len(model.layers)
+    theirs = results["transformers"]["parameters"]
+    ours = results["hybrid_attn"]["parameters"]
+    weights = feed_forward_parameters(model.hidden_size, experts.active_width, layers)
+    lines = [
+        f"- transformers: {experts.routed} routed experts, of which a token uses"
+        f" {experts.per_token}, and {experts.shared} shared: ({experts.per_token} +"
+        f" {experts.shared}) × width {experts.width} = {experts.active_width} active;"
+        f" 3 × {model.hidden_size} × {experts.active_width} × {layers} layers ="
+        f" {weights:,} active weights (counted in the model:"
+        f" {theirs['feed_forward_active']:,}).",
+        f"- hybrid_attn: dense SwiGLU of width {model.feed_forward_size}: 3 ×"
+        f" {model.hidden_size} × {model.feed_forward_size} × {layers} ="
+        f" {ours['feed_forward_active']:,}, all active.",
+        f"- At most {ACTIVE_LIMIT:,} parameters active per token, both vocabulary"
+        f" matrices ({model.vocab_size} × {model.hidden_size} each) counted in full:",
+        "",
+        "| | total | active | total, no vocabulary | active, no vocabulary |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    keys = [
+        f"parameters_{kind}{suffix}"
+        for suffix in ("", "_without_embeddings")
+        for kind in ("total", "active")
+    ]
+    for side, counts in (("transformers", theirs), ("hybrid_attn", ours)):
+        cells = " | ".join(f"{counts[key]:,}" for key in keys)
+        lines.append(f"| {side} | {cells} |")
+    return lines
+
+
+def markdown(
+    config: Config,
+    results: Mapping[str, Any],
+    summary: Mapping[str, Any],
+    environment: Mapping[str, Any],
+    command: str,
+) -> str:
+    """The text of report.md."""
+    longest = label(config.contexts[-1])
+    theirs, model = results["transformers"], config.model()
+
+    def of(key: str) -> float:
+        return summary[f"peers.{key}"]
+
+    rows = ["| " + " | ".join(row) + " |" for row in table_rows(config, summary)]
+    chunk = f"_{longest}_chunked"
+    lines = [
+        "# hybrid_attn beside transformers' DeepSeek-V4",
+        "",
+        f"    {command}",
+        "",
+        f"{environment['cpu_count']} CPU cores ({environment['platform']}), batch 1,"
+        " float32 on both sides, one side after the other. transformers: attention"
+        f" `{theirs['attention']}`, experts `{theirs['experts']}`,"
+        f" {theirs['threads']} threads; {_versions(theirs)}; measured"
+        f" {theirs['measured_at']}. hybrid_attn:"
+        f" {_versions(results['hybrid_attn'])}; measured"
+        f" {results['hybrid_attn']['measured_at']}.",
+        "",
+        *[f"**Caution:** {doubt}." for doubt in doubts(results)],
+        "",
+        "| " + " | ".join(TABLE) + " |",
+        "|---|---|---:|---:|---:|",
+        *rows,
+        "",
+        "Prefill, from an empty cache to the last token's logits: transformers in one"
+        " `forward(use_cache=True, logits_to_keep=1)`, ours through"
+        f" `ha.prefill(logits='last')`, whose grid has blocks of"
+        f" {results['hybrid_attn']['block_tokens']} tokens; medians of"
+        f" {_counts(config.transformers)} and {_counts(config.hybrid_attn)} runs."
+        " Decode: median of"
+        f" {config.transformers.decode_steps} and {config.hybrid_attn.decode_steps}"
+        " single greedy steps on that cache, through `forward` and through"
+        " `ha.compile_step`. Compilation is not counted.",
+        "",
+        "## Beside the headline",
+        "",
+        f"- The peer's prefill of {longest} in one forward holds every query against"
+        f" every key at once. In pieces of {config.chunk} tokens it reaches"
+        f" {of(f'transformers_prefill_tokens_per_s{chunk}'):,.0f} tokens/s, against"
+        f" which ours is {of(f'prefill_ratio{chunk}'):.3g} ×; it then decodes at"
+        f" {of(f'transformers_decode_ms_per_token{chunk}'):.3g} ms/token (ratio"
+        f" {of(f'decode_ratio{chunk}'):.3g}). Its logits then differ from the single"
+        f" forward's by {of(f'transformers_chunked_logit_difference_{longest}'):.2g},"
+        f" the largest being {of(f'transformers_largest_logit_{longest}'):.2g}.",
+        "- The fastest single decode step of each side, which a busy machine"
+        f" touches less: {_fastest(summary, longest)} at {longest},"
+        f" {_fastest(summary, label(config.contexts[0]))} at"
+        f" {label(config.contexts[0])}.",
+    ]
+    if "transformers_one_stream" in results:
+        name = label(config.contexts[0])
+        control = "transformers_one_stream"
+        lines.append(
+            "- DeepSeek-V4 has hyper-connections (four residual streams), our model"
+            " has one stream. The peer with one stream and one Sinkhorn iteration:"
+            f" {of(f'{control}_prefill_tokens_per_s_{name}'):,.0f} tokens/s and"
+            f" {of(f'{control}_decode_ms_per_token_{name}'):.3g} ms/token at {name},"
+            f" {of(f'{control}_decode_ms_per_token{chunk}'):.3g} ms/token at {longest}"
+            " after a chunked prefill."
+        )
+    lines += [
+        "",
+        "## Sizes",
+        "",
+        f"Both: hidden {model.hidden_size}, layers"
+        f" {', '.join(layer.kind for layer in model.layers)}, {model.heads} heads ×"
+        f" {model.head_dim}, window {model.window}, ratios {model.csa_ratio} and"
+        f" {model.hca_ratio}, top-k {model.top_k}, indexer {model.index_heads} ×"
+        f" {model.index_dim}, query rank {model.query_rank}, {model.output_groups}"
+        f" output groups of rank {model.output_rank}, vocabulary {model.vocab_size};"
+        " random weights.",
+        "",
+        *size_lines(config, results),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _fastest(summary: Mapping[str, Any], name: str) -> str:
+    theirs, ours = (
+        summary[f"peers.{side}_decode_ms_fastest_step_{name}"]
+        for side in ("transformers", "hybrid_attn")
+    )
+    ratio = summary[f"peers.decode_ratio_{name}_fastest_step"]
+    return f"{theirs:.3g} ms and {ours:.3g} ms (ratio {ratio:.3g})"
+
+
+def draw(config: Config, summary: Mapping[str, Any], path: Path) -> None:
+    """Draws the four pairs of figures, from summary.json's values alone."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    names = [label(context) for context in config.contexts]
+    figure, axes = plt.subplots(1, 2, figsize=(7.5, 3.2), layout="constrained")
+    for axis, key, title in (
+        (axes[0], "prefill_tokens_per_s", "prefill, tokens/s (more is better)"),
+        (axes[1], "decode_ms_per_token", "decode, ms/token (less is better)"),
+    ):
+        for offset, side in ((-0.2, "transformers"), (0.2, "hybrid_attn")):
+            values = [summary[f"peers.{side}_{key}_{name}"] for name in names]
+            places = [index + offset for index in range(len(names))]
+            bars = axis.bar(places, values, width=0.38, label=side)
+            axis.bar_label(bars, labels=list(map(_number, values)), fontsize=8)
+        axis.set_xticks(range(len(names)), [f"{name} context" for name in names])
+        axis.margins(y=0.15)
+        axis.set_title(title, fontsize=10)
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=2, fontsize=8)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
