@@ -124,6 +124,6 @@ def _update(graph, optimizer, config: TrainConfig, state: TrainState, tokens, ta
         "cross_entropy": parts.cross_entropy,
         "accuracy": parts.accuracy,
         "indexer_loss": parts.indexer_loss,
-        "gradient_norm": optax.global_norm(grads),
+        "gradient_norm": optax.tree.norm(grads),
     }
     return TrainState(params, opt_state, state.step + 1), metrics
