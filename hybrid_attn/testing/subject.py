@@ -87,7 +87,7 @@ class Subject:
     Attributes:
       tokens: int32[rows, time].
       full: float32[rows, time, v], the logits of one step over everything.
-      gaps: the smallest non-zero distance at the edge of a top-k choice in ``full``.
+      gap: the smallest non-zero distance at the edge of a top-k choice in ``full``.
     """
 
     def __init__(
@@ -109,11 +109,9 @@ class Subject:
         # Choices that hang on rounding prove nothing: take tokens that have none.
         for seed in range(_SEEDS):
             self.tokens = self._draw(seed, sequences)
-            logits, _, aux = step(
-                self.model, self.cache(), self.tokens, aux=True
-            )
-            self.full, self.aux = np.asarray(logits), aux
-            self.gap = _smallest_gap(aux)
+            logits, _, self.aux = self.whole(self.cache(), self.tokens)
+            self.full = np.asarray(logits)
+            self.gap = _smallest_gap(self.aux)
             if self.gap > self.table.score_gap:
                 break
         if not self.gap > self.table.score_gap:
@@ -142,18 +140,33 @@ class Subject:
         key = tuple(np.broadcast_to(lengths, (self.rows,)).tolist())
         if key not in self._made:
             counts = np.asarray(key, np.int32)
-            self._made[key] = self.step(self.cache(), self.tokens, counts)[1]
+            self._made[key] = self.whole(self.cache(), self.tokens, counts)[1]
         return self._made[key]
 
     @functools.cached_property
     def _made(self) -> dict:
         return {}
 
+    @functools.cached_property
+    def whole(self):
+        """`ha.step` under `jax.jit`, with auxiliaries: the step that makes ``full``."""
+        graph, state = nnx.split(self.model)
+
+        def traced(state, cache, tokens, lengths):
+            return step(nnx.merge(graph, state), cache, tokens, lengths, aux=True)
+
+        jitted = jax.jit(traced)
+
+        def run(cache, tokens, lengths=None):
+            counts = np.full(np.shape(tokens)[:1], np.shape(tokens)[1])
+            counts = counts if lengths is None else np.asarray(lengths)
+            return jitted(state, cache, jnp.asarray(tokens), counts.astype(np.int32))
+
+        return run
+
     def step(self, cache, tokens, lengths=None):
-        """`ha.step`, in the compiled variant that also made ``full``."""
-        aux = np.shape(tokens)[1] == self.time
-        out = step(self.model, cache, tokens, lengths, aux=aux)
-        return out[0], out[1]
+        """`ha.step`: (logits, cache)."""
+        return step(self.model, cache, tokens, lengths)
 
     def slice(self, begin, counts, width: int) -> np.ndarray:
         """int32[rows, width]: tokens begin_i .. of each row, junk after counts_i."""

@@ -21,8 +21,8 @@ class Tolerance:
 TOLERANCES = {
     ("float32", "cpu"): Tolerance(relative=2e-5, score_gap=1e-5),
     ("float32", "gpu"): Tolerance(relative=2e-5, score_gap=1e-5),
-    ("bfloat16", "cpu"): Tolerance(relative=2e-2, score_gap=1e-2),
-    ("bfloat16", "gpu"): Tolerance(relative=2e-2, score_gap=1e-2),
+    ("bfloat16", "cpu"): Tolerance(relative=2e-2, score_gap=1e-5),
+    ("bfloat16", "gpu"): Tolerance(relative=2e-2, score_gap=1e-5),
 }
 
 
