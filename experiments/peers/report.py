@@ -28,6 +28,8 @@ def ratios(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, floa
     return {
         "prefill": ours["prefill_tokens_per_s"] / theirs["prefill_tokens_per_s"],
         "decode": ours["decode_ms_per_token"] / theirs["decode_ms_per_token"],
+        "one_thread": ours["decode_ms_per_token"]
+        / theirs["one_thread_decode_ms_per_token"],
         "fastest_step": min(ours["decode_s"]) / min(theirs["decode_s"]),
     }
 
@@ -51,6 +53,10 @@ def summarise(config: Config, results: Mapping[str, Any]) -> dict[str, Any]:
             f"decode_ratio_{name}": ratio["decode"],
             f"decode_speedup_{name}": 1 / ratio["decode"],
             f"decode_ratio_{name}_fastest_step": ratio["fastest_step"],
+            f"decode_ratio_{name}_one_thread": ratio["one_thread"],
+            f"transformers_one_thread_decode_ms_per_token_{name}": theirs[name][
+                "one_thread_decode_ms_per_token"
+            ],
         }
         for side, cases in (("transformers", theirs), ("hybrid_attn", ours)):
             case = cases[name]
@@ -87,6 +93,7 @@ def summarise(config: Config, results: Mapping[str, Any]) -> dict[str, Any]:
             summary[f"{side}_{key}"] = value
         summary[f"{side}_other_load"] = answer.get("other_load")
         summary[f"{side}_versions"] = _versions(answer)
+    summary["machine_was_idle"] = not doubts(results)
     return {f"peers.{key}": value for key, value in summary.items()}
 
 
@@ -135,7 +142,8 @@ def doubts(results: Mapping[str, Any]) -> list[str]:
         if load is not None and load > BUSY:
             found.append(
                 f"while {side} was measured, other processes used {100 * load:.0f} % of"
-                " the cores: its times are too long; measure again on an idle machine"
+                " the cores: its times are too long and no ratio to them is to be"
+                " quoted; measure again on an idle machine"
             )
     return found
 
@@ -233,6 +241,10 @@ def markdown(
         f" touches less: {_fastest(summary, longest)} at {longest},"
         f" {_fastest(summary, label(config.contexts[0]))} at"
         f" {label(config.contexts[0])}.",
+        "- The peer decoding with one thread:"
+        f" {of(f'transformers_one_thread_decode_ms_per_token_{longest}'):.3g} ms/token"
+        f" at {longest}, our ratio to that"
+        f" {of(f'decode_ratio_{longest}_one_thread'):.3g}.",
     ]
     if "transformers_one_stream" in results:
         name = label(config.contexts[0])

@@ -96,6 +96,20 @@ def prefill(model, tokens, chunk):
     return logits, cache
 
 
+def decode(model, logits, cache, case):
+    """Decode greedily; returns (last logits, seconds of every step but warm-ups)."""
+    seconds = []
+    for step in range(case["decode_warmup"] + case["decode_steps"]):
+        start = time.perf_counter()
+        token = logits[:, -1].argmax(-1, keepdim=True)
+        logits = model(
+            input_ids=token, cache=cache, use_cache=True, logits_to_keep=1
+        ).logits
+        if step >= case["decode_warmup"]:
+            seconds.append(time.perf_counter() - start)
+    return logits, seconds
+
+
 def run_case(model, case, seed, references):
     """Time one context length.
 
@@ -133,16 +147,13 @@ def run_case(model, case, seed, references):
     assert logits is not None
     reference = references.setdefault(context, logits)
     difference = float((logits - reference).abs().max())
-    decode_s = []
-    warmup, steps = case["decode_warmup"], case["decode_steps"]
-    for step in range(warmup + steps):
-        start = time.perf_counter()
-        token = logits[:, -1].argmax(-1, keepdim=True)
-        logits = model(
-            input_ids=token, cache=cache, use_cache=True, logits_to_keep=1
-        ).logits
-        if step >= warmup:
-            decode_s.append(time.perf_counter() - start)
+    logits, decode_s = decode(model, logits, cache, case)
+    # A decoding step is many small operations: a second thread gains little, and
+    # where other processes want the cores, waiting for it costs a lot.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    logits, one_thread_s = decode(model, logits, cache, case)
+    torch.set_num_threads(threads)
     if not torch.isfinite(logits).all():
         raise RuntimeError(f"{name}: the model produced logits that are not finite")
     median_prefill = statistics.median(prefill_s)
@@ -154,10 +165,15 @@ def run_case(model, case, seed, references):
         "decode_s": decode_s,
         "prefill_tokens_per_s": context / median_prefill,
         "decode_ms_per_token": 1e3 * statistics.median(decode_s),
+        "one_thread_decode_s": one_thread_s,
+        "one_thread_decode_ms_per_token": 1e3 * statistics.median(one_thread_s),
         "largest_logit": float(reference.abs().max()),
         "difference_from_first": difference,
     }
-    log(f"{name}: decode {result['decode_ms_per_token']:.2f} ms/token")
+    log(
+        f"{name}: decode {result['decode_ms_per_token']:.2f} ms/token, with one thread"
+        f" {result['one_thread_decode_ms_per_token']:.2f}"
+    )
     return result
 
 

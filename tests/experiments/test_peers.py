@@ -201,6 +201,7 @@ def case(context: int, speed: float, milliseconds: float, suffix: str = "") -> d
         "context": context,
         "prefill_tokens_per_s": speed,
         "decode_ms_per_token": milliseconds,
+        "one_thread_decode_ms_per_token": milliseconds / 2,
         "decode_s": [milliseconds * 1e-3, milliseconds * 0.5e-3, milliseconds * 2e-3],
         "difference_from_first": 1e-6,
         "largest_logit": 2.0,
@@ -241,6 +242,8 @@ def test_ratios_are_ours_over_theirs(results):
     assert summary["peers.decode_ratio_8k"] == pytest.approx(0.05)
     assert summary["peers.decode_speedup_8k"] == pytest.approx(20.0)
     assert summary["peers.decode_ratio_8k_fastest_step"] == pytest.approx(0.05)
+    assert summary["peers.decode_ratio_8k_one_thread"] == pytest.approx(0.1)
+    assert summary["peers.machine_was_idle"] is True
     assert summary["peers.transformers_decode_ms_fastest_step_8k"] == 20.0
     assert summary["peers.prefill_ratio_1k"] == pytest.approx(5.0)
     assert summary["peers.decode_ratio_1k"] == pytest.approx(0.1)
