@@ -1,8 +1,8 @@
 """The invariants of hybrid_attn, for its own mixers and for yours.
 
-    from hybrid_attn.testing import conformance
-    for result in conformance("my_kind"):
-        print(result)
+from hybrid_attn.testing import conformance
+for result in conformance("my_kind"):
+    print(result)
 """
 
 from hybrid_attn.testing.conformance import INVARIANTS, check_invariant, conformance

@@ -99,9 +99,7 @@ def batch_of_one(subject: Subject, check: Checks) -> None:
             tokens = subject.tokens[row : row + 1, begin : begin + CHUNK]
             logits, cache = subject.step(cache, tokens)
             out.append(np.asarray(logits))
-        check.close(
-            f"row {row}", np.concatenate(out, 1), subject.full[row : row + 1]
-        )
+        check.close(f"row {row}", np.concatenate(out, 1), subject.full[row : row + 1])
 
 
 def boundaries(subject: Subject, check: Checks) -> None:

@@ -53,7 +53,9 @@ class Checks:
         error = float("nan") if np.isnan(got).any() else float(np.max(difference))
         self._measured.append((error, allowed, case))
         if not error <= allowed:
-            place = np.argwhere(where)[np.argmax(np.nan_to_num(difference, nan=np.inf).max(-1))]
+            place = np.argwhere(where)[
+                np.argmax(np.nan_to_num(difference, nan=np.inf).max(-1))
+            ]
             self.fail(
                 case,
                 f"differs by {error:.3g} at {tuple(place.tolist())}, allowed "

@@ -101,7 +101,9 @@ def rewinding(subject: Subject, check: Checks) -> None:
     for back in range(UNDO + 1):
         cache = base
         if back:
-            wrong = (subject.slice(phases, np.full_like(phases, back), CHUNK) + 3) % vocab
+            wrong = (
+                subject.slice(phases, np.full_like(phases, back), CHUNK) + 3
+            ) % vocab
             _, cache = subject.step(cache, wrong, np.full_like(phases, back))
         cache = transforms.rewind(cache, phases)
         check.true(f"back {back}: length", np.asarray(cache.length) == phases)
@@ -128,16 +130,16 @@ def _rewind_limits(subject: Subject, check: Checks) -> None:
         (str(low - 1), "20", str(20 - low)),
         lambda: transforms.rewind(cache, low - 1),
     )
-    check.raises(
-        "above the length", ("21", "20"), lambda: transforms.rewind(cache, 21)
-    )
+    check.raises("above the length", ("21", "20"), lambda: transforms.rewind(cache, 21))
     # Going back does not lower the floor, and going on again raises it only when due.
     down = transforms.rewind(cache, low)
     check.true("floor stays", np.asarray(down.floor) == low)
     _, on = subject.advance(down, np.ones(subject.rows, int), 1)
     check.true("floor stays after a step", np.asarray(on.floor) == low)
     check.raises(
-        "one below, gone on again", (str(low - 1),), lambda: transforms.rewind(on, low - 1)
+        "one below, gone on again",
+        (str(low - 1),),
+        lambda: transforms.rewind(on, low - 1),
     )
     # One row back, the others untouched.
     target = np.full(subject.rows, 20)

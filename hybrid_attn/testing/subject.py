@@ -40,7 +40,7 @@ def small_config(pattern: str, **changes) -> ModelConfig:
         token_shift=True,
         window=8,
         decay="learned",
-        decay_kinds=kinds(),
+        decay_kinds=tuple(kind for kind in kinds() if kind != "dense"),
         csa_ratio=4,
         hca_ratio=8,
         top_k=3,

@@ -21,8 +21,12 @@ class Tolerance:
 TOLERANCES = {
     ("float32", "cpu"): Tolerance(relative=2e-5, score_gap=1e-5),
     ("float32", "gpu"): Tolerance(relative=2e-5, score_gap=1e-5),
-    ("bfloat16", "cpu"): Tolerance(relative=2e-2, score_gap=1e-5),
-    ("bfloat16", "gpu"): Tolerance(relative=2e-2, score_gap=1e-5),
+    # Measured on CPU over {dense, swa, hca, csa, "hca,swa,csa"} × 8 seeds × 16 rows of
+    # 32 tokens, whole step against chunks 1..9 and single tokens: 1e-6 in the median
+    # row, 4.1e-4 at worst (a value that drifts by 1e-7 across a rounding edge of
+    # bfloat16 moves by 4e-3 of itself). The limit is five times the worst.
+    ("bfloat16", "cpu"): Tolerance(relative=2e-3, score_gap=1e-5),
+    ("bfloat16", "gpu"): Tolerance(relative=2e-3, score_gap=1e-5),
 }
 
 
