@@ -140,6 +140,11 @@ class ModelConfig:
             for kind, ratio in parse_pattern(self.pattern)
         )
 
+    @property
+    def residual_scale(self) -> float:
+        """Initial factor of what is added to the residual stream, as in GPT-2."""
+        return (2 * len(self.layers)) ** -0.5
+
     @functools.cached_property
     def identity(self) -> str:
         """Hash of every field but the name; caches carry it."""
@@ -203,11 +208,17 @@ def _check_config(config: ModelConfig) -> None:
             config.index_dim,
         ),
     ):
+        if value and limit % 2:
+            raise ValueError(f"{field}={value} turns pairs: expected an even {limit=}")
         if value % 2 or not 0 <= value <= limit:
             raise ValueError(f"{field}={value}: expected an even number in 0..{limit}")
     if config.decay not in ("none", "fixed", "learned"):
         raise ValueError(
             f"decay={config.decay!r}: expected 'none', 'fixed' or 'learned'"
+        )
+    if "dense" in config.decay_kinds:
+        raise ValueError(
+            f"decay_kinds={config.decay_kinds}: a dense layer has no window to decay over"
         )
     if config.output_groups > 1 and config.output_rank is None:
         raise ValueError("output_groups above 1 needs output_rank")
