@@ -153,7 +153,7 @@ def faulty(kind: str) -> Subject:
 
 
 def test_conformance_of_unknown_kind():
-    with pytest.raises(ValueError, match="unknown mixer kind 'csaa'.*'csa'"):
+    with pytest.raises(ValueError, match=r"unknown mixer kind 'csaa'.*'csa'"):
         conformance("csaa")
 
 

@@ -200,7 +200,7 @@ class Subject:
 
     @functools.cached_property
     def run(self):
-        """`ha.compile_step` without donation: exact shapes, faults instead of errors."""
+        """`ha.compile_step` without donation: exact shapes, faults, no errors."""
         return compile_step(self.model, donate=False)
 
     @functools.cached_property
