@@ -218,7 +218,7 @@ def _check_config(config: ModelConfig) -> None:
         )
     if "dense" in config.decay_kinds:
         raise ValueError(
-            f"decay_kinds={config.decay_kinds}: a dense layer has no window to decay over"
+            f"decay_kinds={config.decay_kinds}: 'dense' has no window to decay over"
         )
     if config.output_groups > 1 and config.output_rank is None:
         raise ValueError("output_groups above 1 needs output_rank")
