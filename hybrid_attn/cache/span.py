@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 
@@ -35,6 +36,13 @@ class Span:
     def positions(self) -> Array:
         """int32[b, t]."""
         return self.start[:, None] + jnp.arange(self.width, dtype=jnp.int32)
+
+    @property
+    def angle_positions(self) -> Array | np.ndarray:
+        """The same for tables: static int32[1, t] in training, which XLA can fold."""
+        if self.fresh:
+            return np.arange(self.width, dtype=np.int32)[None]
+        return self.positions
 
     @classmethod
     def training(cls, batch: int, width: int) -> "Span":

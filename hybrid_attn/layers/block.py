@@ -19,6 +19,7 @@ class Block(nnx.Module):
             config.feed_forward_size,
             rngs=rngs,
             dtype=config.compute_dtype,
+            scale=config.residual_scale,
         )
 
     def __call__(self, x: Array, states, span, *, dense=None):

@@ -16,8 +16,16 @@ class Linear(nnx.Module):
     times cheaper on CPU than that of a batched one.
     """
 
-    def __init__(self, inputs: int, outputs: int, *, rngs: nnx.Rngs, dtype="float32"):
-        self.weight = nnx.Param(_init(rngs, (inputs, outputs), inputs))
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        *,
+        rngs: nnx.Rngs,
+        dtype: str = "float32",
+        scale: float = 1.0,
+    ):
+        self.weight = nnx.Param(scale * _init(rngs, (inputs, outputs), inputs))
         self.dtype = dtype
 
     def __call__(self, x: Array) -> Array:

@@ -111,7 +111,11 @@ class Mixer(nnx.Module):
                 groups, width, out_rank, rngs=rngs, dtype=config.compute_dtype
             )
         )
-        self.output_up = linear(width if out_rank is None else groups * out_rank, d)
+        self.output_up = linear(
+            width if out_rank is None else groups * out_rank,
+            d,
+            scale=config.residual_scale,
+        )
 
     # -- to override ---------------------------------------------------------------
 
@@ -167,7 +171,7 @@ class Mixer(nnx.Module):
         )
         if self.config.query_norm:
             query = rms_norm(query, self.config.norm_eps)
-        query = rotate(query, span.positions, layer.rope)
+        query = rotate(query, span.angle_positions, layer.rope)
         inputs = Inputs(x, key_input, latent, query)
         partial, new_states, aux = self.attend(inputs, states, span, dense=dense)
         new_states = {**shift_state, **new_states}
@@ -176,7 +180,7 @@ class Mixer(nnx.Module):
         if layer.shared_kv:
             # Values carry their own position: undo the query's, so that what a key
             # contributes depends on the distance alone.
-            mixed = rotate(mixed, span.positions, layer.rope, inverse=True)
+            mixed = rotate(mixed, span.angle_positions, layer.rope, inverse=True)
         y = mixed.reshape(*x.shape[:-1], -1)
         if self.output_down is not None:
             y = self.output_down(y)
@@ -204,7 +208,7 @@ class Mixer(nnx.Module):
         self, inputs: Inputs, states: States | None, span: Span
     ) -> tuple[Partial, States]:
         """Softmax sums over the layer's window, and the window's new state."""
-        key, value = self.key_value(inputs.key_input, span.positions)
+        key, value = self.key_value(inputs.key_input, span.angle_positions)
         window = self.layer.window
         state = None if states is None else states["window"]
         slopes = None

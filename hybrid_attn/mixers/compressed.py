@@ -59,7 +59,7 @@ class CompressedMixer(Mixer):
         tail = None if states is None else states["tail"]
         ring = None if tail is None else (tail.content, tail.score)
         pooled, first, ring = self.compressor(inputs.key_input, ring, span)
-        positions = self.compressor.positions(first, pooled.shape[1])
+        positions = self.compressor.positions(first, pooled.shape[1], span)
         key, value = finish_keys(pooled, positions, self.layer, self.entry_norm)
         if states is None or tail is None or ring is None:
             return key, (key if value is None else value), {}

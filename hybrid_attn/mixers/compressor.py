@@ -8,6 +8,7 @@ entry of the token's own group). Order: pool, normalise, rotate, round.
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import Array
 
@@ -125,8 +126,10 @@ class Compressor(nnx.Module):
         """Writes the groups that close into ``entries`` [b, e, ...]."""
         return entry_write(entries, new, first, span, self.ratio)
 
-    def positions(self, first: Array, groups: int) -> Array:
+    def positions(self, first: Array, groups: int, span: Span) -> Array | np.ndarray:
         """int32[b, g]: an entry stands at the first position of its own group."""
+        if span.fresh:
+            return np.arange(groups, dtype=np.int32)[None] * self.ratio
         return (first[:, None] + jnp.arange(groups, dtype=jnp.int32)) * self.ratio
 
 

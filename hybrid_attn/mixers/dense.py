@@ -29,7 +29,7 @@ class DenseMixer(Mixer):
         return states
 
     def attend(self, inputs, states, span, *, dense):
-        key, value = self.key_value(inputs.key_input, span.positions)
+        key, value = self.key_value(inputs.key_input, span.angle_positions)
         new = {}
         value = key if value is None else value
         if states is not None:

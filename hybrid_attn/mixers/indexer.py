@@ -61,7 +61,7 @@ class Indexer(nnx.Module):
         query = self.query(latent).reshape(*x.shape[:-1], self.heads, self.dim)
         weight = self.weight(x).astype(jnp.float32)
         scale = self.dim**-0.5 * self.heads**-0.5
-        return rotate(query, span.positions, self.rope), weight * scale
+        return rotate(query, span.angle_positions, self.rope), weight * scale
 
     def keys(
         self, x: Array, state: IndexerState | None, span
@@ -69,7 +69,7 @@ class Indexer(nnx.Module):
         """All index keys after the step, [b, e, c], and the new state."""
         ring = None if state is None else (state.content, state.score)
         pooled, first, ring = self.compressor(x, ring, span)
-        positions = self.compressor.positions(first, pooled.shape[1])
+        positions = self.compressor.positions(first, pooled.shape[1], span)
         key = rotate(self.norm(pooled), positions, self.rope)
         if state is None or ring is None:
             return key, None
