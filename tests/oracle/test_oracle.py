@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from hybrid_attn.testing import Subject, small_config
+
 from .model import Oracle, frequencies, rotate
 
 CONFIGS = {
