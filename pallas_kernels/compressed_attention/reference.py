@@ -1,0 +1,27 @@
+"""Attention over visible entries, one query at a time, in float64 numpy."""
+
+import math
+
+import numpy as np
+
+
+def reference(query, key, value, visible, *, scale: float):
+    """(output float64[b, t, n, h] without a sink, log Σ exp of logits [b, t, n]).
+
+    Shapes as `compressed_attention`. A query that sees nothing gives zeros and -inf.
+    """
+    query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
+    b, t, heads, _ = query.shape
+    share = heads // key.shape[2]
+    out = np.zeros((b, t, heads, value.shape[-1]))
+    log_sum = np.full((b, t, heads), -math.inf)
+    for row, column, head in np.ndindex(b, t, heads):
+        n = int(visible[row, column])
+        if n == 0:
+            continue
+        logits = key[row, :n, head // share] @ query[row, column, head] * scale
+        weights = np.exp(logits - logits.max())
+        out[row, column, head] = weights @ value[row, :n, head // share]
+        out[row, column, head] /= weights.sum()
+        log_sum[row, column, head] = logits.max() + math.log(weights.sum())
+    return out, log_sum
