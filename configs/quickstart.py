@@ -1,0 +1,84 @@
+"""Five attention modes at equal size, trained and measured on two CPU cores.
+
+    make quickstart
+    python -m experiments.ablate --config=configs/quickstart.py --workdir=DIR
+
+Time: made for under 900 s on two cores with one seed; --config.seeds=3 takes three
+times the training. Result: to be filled in from a run.
+"""
+
+import dataclasses
+
+from ml_collections import ConfigDict, config_dict
+
+from experiments.ablate_config import MeasureConfig, RecallConfig, TextConfig
+from hybrid_attn.training.data import RecallTask
+from hybrid_attn.training.optimizer import OptimizerConfig
+from hybrid_attn.training.trainer import TrainConfig
+
+VARIANTS = {
+    "dense": "dense*2",
+    "swa": "swa*2",
+    "hca": "hca*2",
+    "csa": "csa*2",
+    "hybrid": "hca,swa,csa",
+}
+
+MODEL = {
+    "hidden_size": 64,
+    "feed_forward_size": 128,  # of the largest variant; the others are widened
+    "heads": 4,
+    "head_dim": 16,
+    "kv_heads": 4,
+    "dense_kv_heads": 4,
+    "shared_kv": False,
+    "token_shift": True,
+    "window": 8,
+    "decay": "learned",
+    "csa_ratio": 4,
+    "hca_ratio": 16,
+    "slot_bias": 4.0,
+    "top_k": 8,
+    "index_heads": 4,
+    "index_dim": 16,
+    "rope_dims": 8,
+}
+
+OPTIMIZER = OptimizerConfig(peak_rate=4e-3, warmup=40, beta2=0.98)
+
+RECALL = RecallConfig(
+    task=RecallTask(
+        vocab=64, pairs=8, queries=8, near_queries=6, near_window=8, length=80
+    ),
+    train=TrainConfig(steps=800, batch=16, optimizer=OPTIMIZER),
+    model={},
+    rows=512,
+)
+
+TEXT = TextConfig(
+    train=TrainConfig(steps=250, batch=8, length=512, optimizer=OPTIMIZER),
+    model={},
+    windows=256,
+)
+
+MEASURE = MeasureConfig(
+    contexts=(1024, 8192, 65536), prefill_lengths=(1024, 4096), decode_steps=40
+)
+
+
+def get_config() -> ConfigDict:
+    """The fields of `experiments.ablate_config.AblateConfig`, each one settable."""
+    return ConfigDict(
+        {
+            "variants": tuple(VARIANTS),
+            "patterns": VARIANTS,
+            "model": MODEL,
+            "recall": dataclasses.asdict(RECALL),
+            "data": {"path": config_dict.placeholder(str)},
+            "text": dataclasses.asdict(TEXT),
+            "measure": dataclasses.asdict(MEASURE),
+            "seeds": 1,
+            "save_every": 200,
+            "log_every": 20,
+        }
+    )
