@@ -43,7 +43,7 @@ _PRESETS = {
     "tiny_hybrid": lambda: _tiny("tiny_hybrid", "hca,swa,csa", 200),
     "peers_v4": lambda: ModelConfig(
         name="peers_v4",
-        vocab_size=4096,
+        vocab_size=2048,
         hidden_size=256,
         pattern="swa*2,(csa,hca)*2",
         heads=8,

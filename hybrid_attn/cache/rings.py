@@ -4,6 +4,7 @@ Everything here copies values and never computes on them, so the same position h
 the same bits whichever way it was written.
 """
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -25,6 +26,14 @@ def _take(array: Array, index: Array) -> Array:
     )
 
 
+def _in_place(written: Array) -> Array:
+    """Keeps XLA from fusing the write into its readers as well.
+
+    It then writes twice, and so copies the whole array first, at every step.
+    """
+    return jax.lax.optimization_barrier(written)
+
+
 def ring_positions(ring_size: int, end: Array) -> Array:
     """int32[b, r]: the newest position below ``end`` of each slot (negative: none)."""
     slot = jnp.arange(ring_size, dtype=jnp.int32)
@@ -41,7 +50,8 @@ def ring_write(ring: Array, rows: Array, span: Span) -> Array:
         position = span.positions
         new = (position >= span.length[:, None]) & (position < span.end[:, None])
         slot = jnp.where(new, position % size, size)
-        return ring.at[_rows(ring.shape[0]), slot].set(rows, mode="drop")
+        written = ring.at[_rows(ring.shape[0]), slot].set(rows, mode="drop")
+        return _in_place(written)
     position = ring_positions(size, span.end)
     column = jnp.clip(position - span.start[:, None], 0, span.width - 1)
     fresh = _take(rows, column)
@@ -105,9 +115,10 @@ def entry_write(
     # Out-of-range indices are dropped; `dynamic_update_slice` would clamp them and
     # overwrite valid entries at the end of the capacity.
     index = jnp.where(closes, group, entries.shape[1])
-    return entries.at[_rows(entries.shape[0]), index].set(
+    written = entries.at[_rows(entries.shape[0]), index].set(
         new.astype(entries.dtype), mode="drop"
     )
+    return _in_place(written)
 
 
 def any_closes(span: Span, ratio: int) -> Array:
