@@ -241,5 +241,5 @@ def selecting_rows(subject: Subject, check: Checks) -> None:
     check.raises(
         "no such row",
         (str(subject.rows),),
-        lambda: transforms.select_rows(cache, [subject.rows]),
+        lambda: transforms.select_rows(cache, np.array([subject.rows])),
     )

@@ -3,12 +3,14 @@
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from hybrid_attn.cache.states import Cache
 from hybrid_attn.config import ModelConfig
 from hybrid_attn.mixers import kinds
 from hybrid_attn.model import Model, forward, init_cache
@@ -164,9 +166,10 @@ class Subject:
 
         return run
 
-    def step(self, cache, tokens, lengths=None):
+    def step(self, cache, tokens, lengths=None) -> tuple[Any, Cache]:
         """`ha.step`: (logits, cache)."""
-        return step(self.model, cache, tokens, lengths)
+        out = step(self.model, cache, tokens, lengths)
+        return out[0], out[1]
 
     def slice(self, begin, counts, width: int) -> np.ndarray:
         """int32[rows, width]: tokens begin_i .. of each row, junk after counts_i."""

@@ -2,13 +2,13 @@
 
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
 from jax.core import Tracer
+from jax.typing import ArrayLike
 
 from hybrid_attn.cache.states import Cache, Fault
 
 
-def rewind(cache: Cache, length: int | Array) -> Cache:
+def rewind(cache: Cache, length: ArrayLike) -> Cache:
     """Sets each row back to ``length`` tokens (int, or int32[b] row by row).
 
     What is kept are the states as they stand: rings hold `undo` positions more than a

@@ -3,12 +3,12 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax.typing import ArrayLike
 
 from hybrid_attn.cache.states import Cache
 
 
-def select_rows(cache: Cache, rows: Array) -> Cache:
+def select_rows(cache: Cache, rows: ArrayLike) -> Cache:
     """A cache of the rows int[n] of this one, in that order; a row may repeat.
 
     Raises:
