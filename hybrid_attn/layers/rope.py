@@ -55,7 +55,8 @@ def rotate(
     cos, sin = cos.reshape(shape), sin.reshape(shape)
     # One product over all channels, with cos = 1 and sin = 0 where nothing turns:
     # cutting the rotated channels out and back in took longer than the rotation.
-    pairs = x.reshape(*x.shape[:-1], -1, 2)
+    # The size is spelled out: -1 has no answer where there are no entries yet.
+    pairs = x.reshape(*x.shape[:-1], x.shape[-1] // 2, 2)
     partner = pairs[..., ::-1].reshape(x.shape)
     return x * cos - partner * sin if inverse else x * cos + partner * sin
 
