@@ -80,8 +80,12 @@ def evaluate_text(
 
 
 def _edges(longest: int, window: int, reach: int) -> list[int]:
-    """Doublings, the window and the end of the reach; no bin of a token or two."""
+    """Doublings, the window and the end of the reach; no bin much narrower than that.
+
+    Distances from 1 to `longest` fall into a bin.
+    """
     marks = {1, window, reach + 1}
     doublings = {2**n for n in range(1, longest.bit_length())}
-    close = {n for n in doublings if any(0 < abs(n - m) < n / 4 for m in marks)}
+    stops = marks | {longest + 1}
+    close = {n for n in doublings if any(0 < abs(n - m) < n / 4 for m in stops)}
     return sorted(n for n in marks | (doublings - close) if n <= longest)

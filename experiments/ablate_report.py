@@ -109,7 +109,7 @@ def table_rows(results: Sequence[VariantResult]) -> tuple[list[str], list[list[s
                 f"{group[0].parameters:,}",
                 *recall,
                 _spread(values(group, lambda r: r.bits_per_byte), ".3f"),
-                _number(mean(values(group, lambda r: r.cache_bytes_per_token)), ",.0f"),
+                _number(mean(values(group, lambda r: r.cache_bytes_per_token)), ",.1f"),
                 _number(mean(values(group, decode_at(longest))), ".3g"),
             ]
         )

@@ -107,7 +107,7 @@ def decode_ms(
 
 
 def prefill_tokens_per_s(
-    model: ha.Model, tokens: np.ndarray, lengths: Sequence[int], *, repeats: int = 3
+    model: ha.Model, tokens: np.ndarray, lengths: Sequence[int], *, repeats: int = 5
 ) -> dict[int, float]:
     """Tokens a second of `ha.prefill` into an empty cache, batch of one, by length.
 

@@ -125,9 +125,10 @@ def test_killed_run_resumes_and_finds_the_same(finished, config, tmp_path, monke
     metrics, stages = Workdir.metrics, []
 
     def killed(self, stage, step, **values):
+        metrics(self, stage, step, **values)
+        # The line of step 4 is written, its checkpoint is not.
         if stage == "csa.0.text" and step == 4:
             raise KeyboardInterrupt
-        metrics(self, stage, step, **values)
 
     monkeypatch.setattr(Workdir, "metrics", killed)
     with pytest.raises(KeyboardInterrupt):
@@ -280,6 +281,11 @@ def test_decoding_on_a_synthetic_fill_is_finite(config, length):
     assert np.isfinite(np.asarray(logits)).all()
     assert int(later.length[0]) == length + 20
     assert int(later.faults[0]) == 0
+    # Every group that closes is written, the one that was open at the fill too.
+    for layer, ratio in ((1, 16), (3, 4)):
+        old, new = (np.asarray(c.layers[layer]["entries"].key) for c in (filled, later))
+        written = np.flatnonzero((old != new).any(axis=(0, 2, 3)))
+        assert list(written) == list(range(length // ratio, (length + 20) // ratio))
 
 
 def test_synthetic_fill_refuses_a_length_beyond_capacity(config):
@@ -317,7 +323,8 @@ def test_evaluation_scores_a_model_that_knows_and_one_that_guesses(config, text)
 
 
 def test_bins_end_at_the_window_and_the_reach():
-    assert _edges(70, 8, 24) == [1, 2, 4, 8, 16, 25, 64]
+    assert _edges(70, 8, 24) == [1, 2, 4, 8, 16, 25]
+    assert _edges(100, 8, 24) == [1, 2, 4, 8, 16, 25, 64]
     assert _edges(20, 8, 24) == [1, 2, 4, 8, 16]
 
 

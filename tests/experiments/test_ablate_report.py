@@ -149,7 +149,7 @@ def test_report_is_made_from_the_files(tmp_path, seeds):
     assert len({len(row) for row in table}) == 1
     many = len(seeds) > 1
     assert table[3][4] == ("0.08±0.02" if many else "0.06")
-    assert table[2][6:] == ["6,144", "21.2"]
+    assert table[2][6:] == ["6,144.0", "21.2"]
     assert len(cells(report, "Every seed")) == 2 + 5 * len(seeds)
     assert "1.35 (0.06 ×)" in report  # hybrid's decode at 64k
     for name in re.findall(r"!\[.*\]\((.*)\)", report):
