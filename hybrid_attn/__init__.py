@@ -1,6 +1,6 @@
 """Layer-wise hybrid attention over a five-state cache, as one pure step."""
 
-from hybrid_attn import presets, samplers, transforms
+from hybrid_attn import presets, samplers, transforms, weights
 from hybrid_attn.cache.ledger import Ledger, cache_bytes
 from hybrid_attn.cache.states import Cache, Fault
 from hybrid_attn.config import ModelConfig
@@ -29,4 +29,5 @@ __all__ = [
     "samplers",
     "step",
     "transforms",
+    "weights",
 ]

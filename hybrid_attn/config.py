@@ -46,6 +46,39 @@ class Rope:
     beta_slow: float = 1.0
 
 
+@dataclasses.dataclass(frozen=True)
+class MoEConfig:
+    """Routed experts of every feed-forward, beside a shared one.
+
+    Attributes:
+      experts, chosen, width: how many there are, how many a token gets, their width
+        (that of the shared expert is `ModelConfig.feed_forward_size`).
+      scale: factor on the normalised weights.
+      score: what makes a router's products positive.
+      hash_layers: layers that choose by a fixed table over token ids.
+    """
+
+    experts: int
+    chosen: int
+    width: int
+    scale: float = 1.0
+    score: Literal["sqrtsoftplus", "sigmoid"] = "sqrtsoftplus"
+    hash_layers: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class HyperConfig:
+    """Hyper-connections: parallel residual streams, mixed around each sublayer.
+
+    ``iterations`` of Sinkhorn make a mixture doubly stochastic; ``eps`` is added to
+    what they divide by.
+    """
+
+    streams: int = 4
+    iterations: int = 20
+    eps: float = 1e-6
+
+
 @cached_hash
 @dataclasses.dataclass(frozen=True)
 class LayerSpec:
@@ -89,6 +122,10 @@ class ModelConfig:
     hidden_size: int = 64
     pattern: str = "hca,swa,csa"
     feed_forward_size: int = 256
+    # Gates are clamped to at most the limit, their factors to within it.
+    swiglu_limit: float | None = None
+    moe: MoEConfig | None = None
+    hyper: HyperConfig | None = None
     # Heads. `dense` has its own grouped key/value heads and separate values.
     heads: int = 4
     head_dim: int = 16
@@ -124,8 +161,12 @@ class ModelConfig:
     compressed_rope_theta: float | None = None
     yarn_factor: float = 1.0
     yarn_original_positions: int = 65536
+    yarn_beta_fast: float = 32.0
+    yarn_beta_slow: float = 1.0
     norm_eps: float = 1e-6
     tie_embeddings: bool = False
+    # Factor on the logits of tied embeddings; None is hidden_size^-1/2.
+    tied_scale: float | None = None
     block_multiple: int | None = None
     compute_dtype: str = "float32"
 
@@ -179,6 +220,8 @@ def _layer_spec(config: ModelConfig, kind: str, ratio: int | None) -> LayerSpec:
             theta=theta,
             yarn_factor=config.yarn_factor if compressed else 1.0,
             original_positions=config.yarn_original_positions,
+            beta_fast=config.yarn_beta_fast,
+            beta_slow=config.yarn_beta_slow,
         ),
         decay=config.decay if kind in config.decay_kinds else "none",
     )
@@ -222,4 +265,30 @@ def _check_config(config: ModelConfig) -> None:
         )
     if config.output_groups > 1 and config.output_rank is None:
         raise ValueError("output_groups above 1 needs output_rank")
-    parse_pattern(config.pattern)
+    if config.swiglu_limit is not None and not config.swiglu_limit > 0:
+        raise ValueError(f"swiglu_limit={config.swiglu_limit}: expected above 0")
+    layers = len(parse_pattern(config.pattern))
+    if config.moe is not None:
+        _check_moe(config.moe, layers)
+    hyper = config.hyper
+    if hyper is not None and (hyper.streams < 1 or hyper.iterations < 1):
+        raise ValueError(
+            f"hyper.streams={hyper.streams}, hyper.iterations={hyper.iterations}: "
+            "expected whole numbers from 1"
+        )
+
+
+def _check_moe(moe: MoEConfig, layers: int) -> None:
+    if moe.experts < 1 or moe.width < 1 or not 1 <= moe.chosen <= moe.experts:
+        raise ValueError(
+            f"moe.experts={moe.experts}, moe.width={moe.width}, "
+            f"moe.chosen={moe.chosen}: expected whole numbers from 1, and no more "
+            "chosen than there are"
+        )
+    if moe.score not in ("sqrtsoftplus", "sigmoid"):
+        raise ValueError(
+            f"moe.score={moe.score!r}: expected 'sqrtsoftplus' or 'sigmoid'"
+        )
+    wrong = [layer for layer in moe.hash_layers if not 0 <= layer < layers]
+    if wrong:
+        raise ValueError(f"moe.hash_layers names {wrong}: expected 0..{layers - 1}")

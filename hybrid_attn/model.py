@@ -14,6 +14,7 @@ from hybrid_attn.cache.spec import make_spec
 from hybrid_attn.cache.states import Cache, LayerCache, check_state
 from hybrid_attn.config import ModelConfig
 from hybrid_attn.layers.block import Block
+from hybrid_attn.layers.hyper_connections import HyperHead
 from hybrid_attn.layers.linear import Linear
 from hybrid_attn.layers.norm import RMSNorm
 from hybrid_attn.mixers import mixer_class
@@ -36,9 +37,16 @@ class Model(nnx.Module):
         )
         self.blocks = nnx.List(
             [
-                Block(config, cls(config, layer, rngs=rngs), rngs=rngs)
-                for cls, layer in zip(classes, config.layers, strict=True)
+                Block(config, index, cls(config, layer, rngs=rngs), rngs=rngs)
+                for index, (cls, layer) in enumerate(
+                    zip(classes, config.layers, strict=True)
+                )
             ]
+        )
+        self.hyper_head = (
+            None
+            if config.hyper is None
+            else HyperHead(config.hidden_size, config.hyper, config.norm_eps, rngs=rngs)
         )
         self.final_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.unembed = (
@@ -53,37 +61,54 @@ class Model(nnx.Module):
         )
 
     def embed(self, tokens: Array) -> Array:
-        """float[b, t, d]; tokens out of range are clipped (their rows are void)."""
+        """float[b, t, d], or [b, t, n, d] with a copy for every residual stream.
+
+        Tokens out of range are clipped (their rows are void).
+        """
         table = self.embedding[...]
         x = table[jnp.clip(tokens, 0, table.shape[0] - 1)]
-        return x.astype(self.config.compute_dtype)
+        x = x.astype(self.config.compute_dtype)
+        if self.config.hyper is None:
+            return x
+        shape = (*x.shape[:-1], self.config.hyper.streams, x.shape[-1])
+        return jnp.broadcast_to(x[..., None, :], shape)
+
+    def final(self, x: Array) -> Array:
+        """float32[..., d]: the residual, collapsed and normalised."""
+        return self.final_norm(x if self.hyper_head is None else self.hyper_head(x))
 
     def head(self, x: Array) -> Array:
         """float32[..., v]."""
-        x = self.final_norm(x)
+        x = self.final(x)
         if self.unembed is None:
-            return (x @ self.embedding[...].T * self.config.hidden_size**-0.5).astype(
-                jnp.float32
-            )
+            scale = self.config.tied_scale
+            scale = self.config.hidden_size**-0.5 if scale is None else scale
+            return (x @ self.embedding[...].T * scale).astype(jnp.float32)
         return self.unembed(x).astype(jnp.float32)
 
     def layers(
         self,
         x: Array,
+        tokens: Array,
         caches: tuple[LayerCache, ...] | None,
         span: Span,
         *,
         dense: Array | None = None,
         remat: bool = False,
     ) -> tuple[Array, tuple[LayerCache, ...], list[dict[str, Any]]]:
-        """Runs every block; ``caches`` None is the training form."""
+        """Runs every block; ``caches`` None is the training form.
+
+        Where the span collects, each block's auxiliaries hold ``hidden``, its output.
+        """
         new, auxiliaries = [], []
         for index, block in enumerate(self.blocks):
             states = None if caches is None else caches[index].states
             run = functools.partial(_run_block, span=span, dense=dense)
             if remat:
                 run = jax.checkpoint(run)
-            x, out, aux = run(block, x, states)
+            x, out, aux = run(block, x, tokens, states)
+            if span.collect:
+                aux = {**aux, "hidden": x}
             auxiliaries.append(aux)
             if caches is not None:
                 new.append(
@@ -92,8 +117,10 @@ class Model(nnx.Module):
         return x, tuple(new), auxiliaries
 
 
-def _run_block(block: Block, x: Array, states, *, span: Span, dense):
-    return block(x, states, span, dense=dense)
+def _run_block(
+    block: Block, x: Array, tokens: Array, states, *, span: Span, dense
+) -> tuple[Array, dict[str, Any], dict[str, Any]]:
+    return block(x, tokens, states, span, dense=dense)
 
 
 def forward(
@@ -125,7 +152,8 @@ def forward_with_aux(
             f"tokens {tokens.shape}: expected [batch, time] with at least one token"
         )
     span = Span.training(*tokens.shape)
-    x, _, aux = model.layers(model.embed(tokens), None, span, dense=dense, remat=remat)
+    x = model.embed(tokens)
+    x, _, aux = model.layers(x, tokens, None, span, dense=dense, remat=remat)
     return model.head(x), aux
 
 

@@ -46,7 +46,8 @@ def step(
         float32[b, v] at the last counted token, or "none" (None).
       aux: also return, per layer, what it reports: for sparse layers ``chosen``
         int32[b, t, k] (-1 = none) and ``gap`` float32[b, t], the score distance
-        between the last chosen and the first refused entry.
+        between the last chosen and the first refused entry; for every layer
+        ``hidden``, the residual after it.
 
     Returns:
       (logits, cache), or (logits, cache, aux).
@@ -122,7 +123,8 @@ def pure_step(
         width=t,
         collect=aux,
     )
-    x, layers, auxiliaries = model.layers(model.embed(tokens), cache.layers, span)
+    x = model.embed(tokens)
+    x, layers, auxiliaries = model.layers(x, tokens, cache.layers, span)
     new_cache = cache.replace(
         layers=layers,
         length=span.end,
@@ -134,7 +136,7 @@ def pure_step(
         out = jnp.where(void[:, None, None], jnp.nan, model.head(x))
     elif logits == "last":
         last = jnp.clip(span.end - span.start - 1, 0, t - 1)
-        picked = jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0]
+        picked = x[jnp.arange(b), last]
         out = jnp.where(void[:, None], jnp.nan, model.head(picked))
     return out, new_cache, auxiliaries if aux else []
 

@@ -7,6 +7,7 @@ import pytest
 from flax import nnx
 
 import hybrid_attn as ha
+from hybrid_attn.config import HyperConfig, MoEConfig
 
 
 @pytest.mark.parametrize(
@@ -68,7 +69,13 @@ def test_identity():
         if field.name == "name":
             continue
         old = getattr(config, field.name)
-        new = {"rope_dims": 4, "kv_heads": 2, "dense_kv_heads": 4}.get(field.name)
+        new = {
+            "rope_dims": 4,
+            "kv_heads": 2,
+            "dense_kv_heads": 4,
+            "moe": MoEConfig(experts=4, chosen=2, width=8),
+            "hyper": HyperConfig(),
+        }.get(field.name)
         if new is None:
             if isinstance(old, bool):
                 new = not old
