@@ -37,26 +37,27 @@ MODEL = {
     "decay": "learned",
     "csa_ratio": 4,
     "hca_ratio": 16,
-    "slot_bias": 4.0,
+    "slot_bias": 8.0,
     "top_k": 8,
     "index_heads": 4,
     "index_dim": 16,
     "rope_dims": 8,
 }
 
-OPTIMIZER = OptimizerConfig(peak_rate=4e-3, warmup=40, beta2=0.98)
+RECALL_OPTIMIZER = OptimizerConfig(peak_rate=6e-3, warmup=40, beta2=0.98)
+TEXT_OPTIMIZER = OptimizerConfig(peak_rate=4e-3, warmup=40, beta2=0.98)
 
 RECALL = RecallConfig(
     task=RecallTask(
         vocab=64, pairs=8, queries=8, near_queries=6, near_window=8, length=80
     ),
-    train=TrainConfig(steps=800, batch=16, optimizer=OPTIMIZER),
+    train=TrainConfig(steps=2000, batch=16, optimizer=RECALL_OPTIMIZER),
     model={},
     rows=512,
 )
 
 TEXT = TextConfig(
-    train=TrainConfig(steps=250, batch=8, length=512, optimizer=OPTIMIZER),
+    train=TrainConfig(steps=250, batch=8, length=512, optimizer=TEXT_OPTIMIZER),
     model={},
     windows=256,
 )

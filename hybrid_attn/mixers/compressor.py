@@ -20,6 +20,7 @@ from pallas_kernels.pool.xla import pool
 
 # A group scored far below every real one: it gets weight zero, and no inf - inf.
 _NO_SCORE = -1e30
+_LONG_GROUP = 32
 
 
 def frontier_rows(ratio: int, overlap: bool, undo: int) -> int:
@@ -103,9 +104,10 @@ class Compressor(nnx.Module):
             ring_write(ring[0], content, span),
             ring_write(ring[1], score, span),
         )
-        if span.width > self.ratio:
+        if span.width > self.ratio or self.ratio < _LONG_GROUP:
             return pooled(), first, new_ring
-        # A short step seldom closes a group; pooling a long one is what would cost.
+        # A short step seldom closes a long group, and pooling one costs more than the
+        # rest of a decoded token's work on it.
         empty = jnp.zeros((x.shape[0], groups, self.features), jnp.float32)
         out = jax.lax.cond(any_closes(span, self.ratio), pooled, lambda: empty)
         return out, first, new_ring

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from pallas_kernels.array_typing import Entries, Queries, Visible, typed
 from pallas_kernels.softmax import (
     MASKED,
     Partial,
@@ -19,11 +20,12 @@ from pallas_kernels.softmax import (
 BLOCK = 512
 
 
+@typed
 def compressed_attention(
-    query: Array,
-    key: Array,
-    value: Array,
-    visible: Array,
+    query: Queries,
+    key: Entries,
+    value: Entries,
+    visible: Visible,
     *,
     scale: float,
     static: bool,

@@ -2,26 +2,49 @@
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jaxtyping import Array, Float
+
+from pallas_kernels.array_typing import Visible, typed
 
 BLOCK = 4096
 
 
-def indexer_scores(query: Array, weight: Array, key: Array) -> Array:
+@typed
+def indexer_scores(
+    query: Float[Array, "b t i c"],
+    weight: Float[Array, "b t i"],
+    key: Float[Array, "b e c"],
+) -> Float[Array, "b t e"]:
     """float32[b, t, e]: Σ_i weight_i · relu(query_i · key).
 
     Args:
       query: [b, t, i, c]; weight: [b, t, i], scale included; key: [b, e, c].
     """
     b, t, heads, dim = query.shape
+    if t == 1:
+        # Decoding: keys on the left, where they lie as they are read. The other way
+        # round every key would be transposed for a handful of columns.
+        products = jnp.einsum(
+            "bec,bic->bei", key.astype(jnp.float32), query[:, 0].astype(jnp.float32)
+        )
+        scores = jnp.einsum(
+            "bei,bi->be", jax.nn.relu(products), weight[:, 0].astype(jnp.float32)
+        )
+        return scores[:, None]
     flat = query.astype(jnp.float32).reshape(b, t * heads, dim)
     products = jnp.einsum("bxc,bec->bxe", flat, key.astype(jnp.float32))
     products = jax.nn.relu(products).reshape(b, t, heads, -1)
     return jnp.einsum("bti,btie->bte", weight.astype(jnp.float32), products)
 
 
+@typed
 def indexer_topk(
-    query: Array, weight: Array, key: Array, visible: Array, *, k: int
+    query: Float[Array, "b t i c"],
+    weight: Float[Array, "b t i"],
+    key: Float[Array, "b e c"],
+    visible: Visible,
+    *,
+    k: int,
 ) -> tuple[Array, Array]:
     """The k best visible entries of each query; ties go to the lowest index.
 

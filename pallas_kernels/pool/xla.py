@@ -2,10 +2,15 @@
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jaxtyping import Array, Float
+
+from pallas_kernels.array_typing import typed
 
 
-def pool(content: Array, score: Array) -> Array:
+@typed
+def pool(
+    content: Float[Array, "b g s c"], score: Float[Array, "b g s c"]
+) -> Float[Array, "b g c"]:
     """Σ_s softmax_s(score) ∘ content, channel by channel, in float32.
 
     Args:

@@ -1,13 +1,20 @@
 """Attention over chosen entries in XLA: by gather, or by mask over few entries."""
 
 import jax.numpy as jnp
-from jax import Array
+from jaxtyping import Array, Bool, Int
 
+from pallas_kernels.array_typing import Entries, Queries, typed
 from pallas_kernels.softmax import Partial, group_heads, partial_softmax
 
 
+@typed
 def sparse_attention(
-    query: Array, key: Array, value: Array, chosen: Array, *, scale: float
+    query: Queries,
+    key: Entries,
+    value: Entries,
+    chosen: Int[Array, "b t c"],
+    *,
+    scale: float,
 ) -> Partial:
     """Softmax sums over the entries that each query chose.
 
@@ -35,8 +42,14 @@ def sparse_attention(
     return Partial(weighted, total, maximum)
 
 
+@typed
 def masked_attention(
-    query: Array, key: Array, value: Array, mask: Array, *, scale: float
+    query: Queries,
+    key: Entries,
+    value: Entries,
+    mask: Bool[Array, "b t e"],
+    *,
+    scale: float,
 ) -> tuple[Partial, Array]:
     """The same over a mask bool[b, t, e]; also the weights float32[b, t, e].
 

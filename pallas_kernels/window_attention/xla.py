@@ -1,24 +1,26 @@
 """Sliding-window attention in XLA: banded for long steps, whole for short ones."""
 
 import jax.numpy as jnp
-from jax import Array
+from jaxtyping import Array, Float, Int
 
+from pallas_kernels.array_typing import Keys, Positions, Queries, typed
 from pallas_kernels.softmax import LOG2_E, Partial, group_heads, partial_softmax
 
 # Narrower bands save arithmetic but cost more in copies than they save.
 _LEAST_BAND = 64
 
 
+@typed
 def window_attention(
-    query: Array,
-    key: Array,
-    value: Array,
-    query_position: Array,
-    key_position: Array,
+    query: Queries,
+    key: Keys,
+    value: Keys,
+    query_position: Positions,
+    key_position: Int[Array, "b s"],
     *,
     window: int,
     scale: float,
-    decay: Array | None,
+    decay: Float[Array, " n"] | None,
     contiguous: bool,
 ) -> Partial:
     """Softmax sums over the keys at distance 0..window-1 of each query.

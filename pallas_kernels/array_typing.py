@@ -1,0 +1,18 @@
+"""Shape annotations that are checked when a function is called or traced.
+
+Axes: b batch, t query, s key, n query heads, k key/value heads, g group, h head dim,
+e entries, c channels, i indexer heads.
+"""
+
+from beartype import beartype
+from jaxtyping import Array, Float, Int, jaxtyped
+
+typed = jaxtyped(typechecker=beartype)
+
+Queries = Float[Array, "b t n h"]
+Keys = Float[Array, "b s k h"]
+Entries = Float[Array, "b e k h"]
+Positions = Int[Array, "b t"]
+Visible = Int[Array, "b t"]
+
+__all__ = ["Entries", "Keys", "Positions", "Queries", "Visible", "typed"]
