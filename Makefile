@@ -63,8 +63,10 @@ lock: ## write requirements/ anew for one Python (PYTHON=path)
 	$(pip) install -qq --upgrade pip 'setuptools>=77'
 	$(pip) install -qq --no-build-isolation -e '.[dev]'
 	$(pip) install -qq --dry-run --report $(VENV)-lock/cuda.json 'jax[cuda12,cuda13]'
-	{ $(pip) freeze --all --exclude-editable && \
-		$(VENV)-lock/bin/python -c '$(pins)' < $(VENV)-lock/cuda.json; } | LC_ALL=C sort -f \
+	$(pip) freeze --all --exclude-editable > $(VENV)-lock/pins.txt
+	$(VENV)-lock/bin/python -c '$(pins)' \
+		< $(VENV)-lock/cuda.json >> $(VENV)-lock/pins.txt
+	LC_ALL=C sort -f $(VENV)-lock/pins.txt \
 		> requirements/$$($(VENV)-lock/bin/python -c '$(tag)').txt
 	rm -rf $(VENV)-lock
 
