@@ -57,9 +57,9 @@ RECALL = RecallConfig(
 )
 
 TEXT = TextConfig(
-    train=TrainConfig(steps=250, batch=8, length=512, optimizer=TEXT_OPTIMIZER),
+    train=TrainConfig(steps=400, batch=16, length=256, optimizer=TEXT_OPTIMIZER),
     model={},
-    windows=256,
+    windows=512,
 )
 
 MEASURE = MeasureConfig(

@@ -102,8 +102,10 @@ def notes(
             "far more slowly; the numbers say nothing about models that lack it."
         )
     lines.append(
-        "The layout `aligned` puts the pairs on the grid of the compressed groups "
-        "and so flatters compression; judge by `offset`."
+        "The layout `aligned` puts the pairs on the grid of the compressed groups: a "
+        "model trained on it is flattered in its compressed layers. The models here "
+        "were trained on `offset` rows alone, so that `aligned` shows how they carry "
+        "over to rows of another form; judge by `offset`."
     )
     lines.append(
         f"A window of {config.window} tokens sees distances up to {config.window - 1}"

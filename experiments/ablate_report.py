@@ -202,7 +202,8 @@ def _recall(results: Sequence[VariantResult], figures: list[str]) -> list[str]:
     parts = [
         "## Recall",
         "The textbook (aligned) layout puts the pairs on the grid of the compressed "
-        "groups, which flatters compression; the offset layout is the honest one.",
+        "groups and flatters compression that is trained on it; these models were "
+        "trained on the offset layout.",
         _table(header, rows),
         _picture("recall_by_distance.png", figures, "Recall against distance"),
     ]

@@ -9,6 +9,7 @@ import functools
 from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import Array
 
@@ -62,7 +63,9 @@ class KeyValue(nnx.Module):
             RMSNorm(layer.head_dim, config.norm_eps) if config.key_norm else None
         )
 
-    def __call__(self, x: Array, positions: Array) -> tuple[Array, Array | None]:
+    def __call__(
+        self, x: Array, positions: Array | np.ndarray
+    ) -> tuple[Array, Array | None]:
         """(key, value) float32[b, t, k, h], value None where shared."""
         return finish_keys(self.project(x), positions, self.layer, self.norm)
 
