@@ -231,6 +231,12 @@ def to_json(config: ModelConfig) -> dict[str, Any]:
         raise ConfigError(
             f"{config.name}: moe and hyper are {moe} and {hyper}; DeepSeek-V4 has both"
         )
+    other = sorted({layer.kind for layer in config.layers} - set(_NAMES))
+    if other:
+        raise ConfigError(
+            f"{config.name}: pattern={config.pattern!r} has layers {other}; DeepSeek-V4 "
+            f"has {sorted(_NAMES)}"
+        )
     count = len(config.layers)
     fraction = config.rope_dims / config.head_dim
     compress: dict[str, Any] = {
@@ -256,7 +262,7 @@ def to_json(config: ModelConfig) -> dict[str, Any]:
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
         "num_hidden_layers": count,
-        "layer_types": [_NAMES.get(layer.kind, "") for layer in config.layers],
+        "layer_types": [_NAMES[layer.kind] for layer in config.layers],
         "compress_rates": {
             "compressed_sparse_attention": config.csa_ratio,
             "heavily_compressed_attention": config.hca_ratio,

@@ -64,10 +64,9 @@ def dequantize(values: np.ndarray, scales: np.ndarray) -> np.ndarray:
 
 
 def _block(size: int, count: int) -> int | None:
-    """Block length: a power of two if the last block is cut off, None if none fits."""
-    if count and size % count == 0:
-        return size // count
-    for block in (32, 64, 128):
+    """Numbers under one scale; None if no length fits."""
+    # The lengths of the releases first: with them a last block may be cut off.
+    for block in (128, 64, 32):
         if -(-size // block) == count:
             return block
-    return None
+    return size // count if count and size % count == 0 else None

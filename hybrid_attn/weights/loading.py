@@ -74,8 +74,19 @@ def load(path: str | Path) -> tuple[ModelConfig, Model]:
     model = nnx.eval_shape(lambda: Model(config, rngs=nnx.Rngs(0)))
     sources = _match(list(family.names.entries(config)), model, stored, family)
     for source in sources:
-        _variable(model, source.entry.path).set_value(source.read())
+        value = source.read()
+        if source.entry.layout == "table" and config.moe is not None:
+            _check_table(source.tensors[0].name, value, config.moe.experts)
+        _variable(model, source.entry.path).set_value(value)
     return config, model
+
+
+def _check_table(name: str, table, experts: int) -> None:
+    least, most = int(table.min()), int(table.max())
+    if least < 0 or most >= experts:
+        raise WeightsError(
+            f"{name} names experts {least}..{most}; the model has 0..{experts - 1}"
+        )
 
 
 def save(

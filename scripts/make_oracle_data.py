@@ -1,0 +1,52 @@
+"""Makes tests/data from reference cases of DeepSeek-V4.
+
+    python scripts/make_oracle_data.py DIRECTORY [--to tests/data]
+
+DIRECTORY holds a folder for each case: config.json and model.safetensors in Hugging
+Face's form, and case.safetensors with what transformers computed in float32 (input_ids,
+logits, hidden.i, topk.i). The copies keep the model, the logits and the chosen sets
+whole, and the hidden states at every `_STRIDE`-th position, in ``positions``.
+"""
+
+import argparse
+import shutil
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import load_file, save_file
+
+_CASES = ("flash_tiny", "pro_tiny", "short_rates")
+# Odd, so that every phase of the ratios is met.
+_STRIDE = 9
+
+
+def make(source: Path, target: Path) -> int:
+    """Copies one case; returns its bytes."""
+    target.mkdir(parents=True, exist_ok=True)
+    for name in ("config.json", "model.safetensors"):
+        shutil.copyfile(source / name, target / name)
+    case = load_file(source / "case.safetensors")
+    time = case["input_ids"].shape[1]
+    positions = np.arange(0, time, _STRIDE)
+    small = {"positions": positions.astype(np.int32)}
+    for name, value in case.items():
+        hidden = name.startswith("hidden.")
+        small[name] = np.ascontiguousarray(value[:, positions]) if hidden else value
+    # hidden.0 is the embedding, copied into every stream.
+    small.pop("hidden.0")
+    save_file(small, target / "case.safetensors")
+    return sum(path.stat().st_size for path in target.iterdir())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--to", type=Path, default=Path("tests/data"))
+    args = parser.parse_args()
+    for name in _CASES:
+        size = make(args.directory / name, args.to / name)
+        print(f"{args.to / name}: {size / 2**20:.1f} MiB")
+
+
+if __name__ == "__main__":
+    main()
