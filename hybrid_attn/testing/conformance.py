@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from hybrid_attn.config import ModelConfig
-from hybrid_attn.testing import cuts, safety, states
+from hybrid_attn.testing import cuts, documents, safety, states
 from hybrid_attn.testing.report import Checks, Result
 from hybrid_attn.testing.subject import Subject, as_config
 
@@ -22,6 +22,7 @@ INVARIANTS: tuple[Invariant, ...] = (
     cuts.prefill_any_split,
     cuts.stored_bfloat16,
     cuts.compile_counts,
+    documents.packed_equals_separate,
     states.unused_capacity,
     states.rewinding,
     states.forking,

@@ -24,7 +24,7 @@ CHUNK = 9
 UNDO = 8
 # Lengths around the edges of long groups and windows, as rows of one ragged batch.
 EDGES = (*range(124, 133), *range(252, 261))
-_SEEDS = 40
+SEEDS = 40
 
 
 def small_config(pattern: str, **changes) -> ModelConfig:
@@ -109,20 +109,21 @@ class Subject:
         self.block = self.cache(1).spec.block_tokens
         self.capacity = -(-(time + self.block) // self.block) * self.block
         # Choices that hang on rounding prove nothing: take tokens that have none.
-        for seed in range(_SEEDS):
-            self.tokens = self._draw(seed, sequences)
+        for seed in range(SEEDS):
+            self.tokens = self.draw(seed, sequences)
             logits, _, self.aux = self.whole(self.cache(), self.tokens)
             self.full = np.asarray(logits)
-            self.gap = _smallest_gap(self.aux)
+            self.gap = smallest_gap(self.aux)
             if self.gap > self.table.score_gap:
                 break
         if not self.gap > self.table.score_gap:
             raise AssertionError(
-                f"{name}: no tokens of seeds 0..{_SEEDS - 1} have a score gap of 0 or "
+                f"{name}: no tokens of seeds 0..{SEEDS - 1} have a score gap of 0 or "
                 f"above {self.table.score_gap} at every top-k edge; got {self.gap:.3g}"
             )
 
-    def _draw(self, seed: int, sequences: int) -> np.ndarray:
+    def draw(self, seed: int, sequences: int) -> np.ndarray:
+        """int32[rows, time]: random tokens, ``sequences`` different rows of them."""
         rng = np.random.default_rng(seed)
         drawn = rng.integers(0, self.config.vocab_size, (sequences, self.time))
         return drawn[np.arange(self.rows) % sequences].astype(np.int32)
@@ -208,10 +209,14 @@ class Subject:
 
     @functools.cached_property
     def forward(self):
-        """The jitted training form."""
+        """The jitted training form: logits of (tokens, segment_ids=None)."""
         graph, state = nnx.split(self.model)
-        jitted = jax.jit(lambda state, t: forward(nnx.merge(graph, state), t))
-        return lambda tokens: np.asarray(jitted(state, jnp.asarray(tokens)))
+        jitted = jax.jit(lambda state, t, ids: forward(nnx.merge(graph, state), t, ids))
+
+        def run(tokens, segment_ids=None):
+            return np.asarray(jitted(state, jnp.asarray(tokens), segment_ids))
+
+        return run
 
     # -- relatives -------------------------------------------------------------------
 
@@ -235,8 +240,10 @@ class Subject:
         )
 
 
-def _smallest_gap(aux) -> float:
+def smallest_gap(aux, where=None) -> float:
+    """The smallest non-zero score gap of the choices (where bool[b, t] holds)."""
     gaps = [np.asarray(layer["gap"]) for layer in aux if "gap" in layer]
-    values = np.concatenate([g.ravel() for g in gaps]) if gaps else np.zeros(0)
+    gaps = [gap.ravel() if where is None else gap[where] for gap in gaps]
+    values = np.concatenate(gaps) if gaps else np.zeros(0)
     positive = values[values > 0]
     return float(positive.min()) if positive.size else float("inf")
