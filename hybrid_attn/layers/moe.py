@@ -94,7 +94,7 @@ class Experts(nnx.Module):
         """
         rows, k = chosen.shape
         experts = self.gate_up[...].shape[0]
-        x = x.astype(self.dtype)
+        x = jnp.asarray(x, self.dtype)
         if not static and rows * k <= experts:
             y = self._gathered(x, chosen)
         else:

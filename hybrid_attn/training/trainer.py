@@ -12,6 +12,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from hybrid_attn.config import ModelConfig
+from hybrid_attn.layers.parameters import trainable
 from hybrid_attn.model import Model
 from hybrid_attn.training.loss import model_loss
 from hybrid_attn.training.optimizer import OptimizerConfig, make_optimizer
@@ -78,7 +79,9 @@ class Trainer:
         params = jax.jit(lambda key: _init_params(self.model_config, key))(
             jax.random.key(self.config.seed)
         )
-        return TrainState(params, self.optimizer.init(params), jnp.zeros((), jnp.int32))
+        trained, _ = nnx.split_state(params, trainable, ...)
+        optimizer = self.optimizer.init(trained)
+        return TrainState(params, optimizer, jnp.zeros((), jnp.int32))
 
     def abstract(self) -> TrainState:
         """The state's shapes and dtypes, for restoring."""
@@ -105,10 +108,11 @@ def _init_params(config: ModelConfig, key):
 
 def _update(graph, optimizer, config: TrainConfig, state: TrainState, tokens, targets):
     dense = state.step < int(config.indexer_warmup * config.steps)
+    trained, fixed = nnx.split_state(state.params, trainable, ...)
 
-    def loss(params):
+    def loss(trained):
         return model_loss(
-            nnx.merge(graph, params),
+            nnx.merge(graph, nnx.merge_state(trained, fixed)),
             tokens,
             targets,
             dense=dense,
@@ -116,9 +120,9 @@ def _update(graph, optimizer, config: TrainConfig, state: TrainState, tokens, ta
             remat=config.remat,
         )
 
-    (total, parts), grads = jax.value_and_grad(loss, has_aux=True)(state.params)
-    updates, opt_state = optimizer.update(grads, state.optimizer, state.params)
-    params = optax.apply_updates(state.params, updates)
+    (total, parts), grads = jax.value_and_grad(loss, has_aux=True)(trained)
+    updates, opt_state = optimizer.update(grads, state.optimizer, trained)
+    params = nnx.merge_state(optax.apply_updates(trained, updates), fixed)
     metrics = {
         "loss": total,
         "cross_entropy": parts.cross_entropy,

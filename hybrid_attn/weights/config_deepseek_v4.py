@@ -234,8 +234,8 @@ def to_json(config: ModelConfig) -> dict[str, Any]:
     other = sorted({layer.kind for layer in config.layers} - set(_NAMES))
     if other:
         raise ConfigError(
-            f"{config.name}: pattern={config.pattern!r} has layers {other}; DeepSeek-V4 "
-            f"has {sorted(_NAMES)}"
+            f"{config.name}: pattern={config.pattern!r} has layers {other}; "
+            f"DeepSeek-V4 has {sorted(_NAMES)}"
         )
     count = len(config.layers)
     fraction = config.rope_dims / config.head_dim
