@@ -238,8 +238,8 @@ def markdown(
         f" {of(f'decode_ratio{chunk}'):.3g}). Its logits then differ from the single"
         f" forward's by {of(f'transformers_chunked_logit_difference_{longest}'):.2g},"
         f" the largest being {of(f'transformers_largest_logit_{longest}'):.2g}.",
-        f"- The fastest decode step of each side (ours a mean of {BURST}), which a busy machine"
-        f" touches less: {_fastest(summary, longest)} at {longest},"
+        f"- The fastest decode step of each side (ours a mean of {BURST}), which a busy"
+        f" machine touches less: {_fastest(summary, longest)} at {longest},"
         f" {_fastest(summary, label(config.contexts[0]))} at"
         f" {label(config.contexts[0])}.",
         "- The peer decoding with one thread:"
