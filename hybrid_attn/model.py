@@ -9,6 +9,7 @@ from flax import nnx
 from jax import Array
 from jax.typing import ArrayLike
 
+from hybrid_attn.cache.packing import document_starts
 from hybrid_attn.cache.span import Span
 from hybrid_attn.cache.spec import make_spec
 from hybrid_attn.cache.states import Cache, LayerCache, check_state
@@ -130,18 +131,29 @@ def forward(
 
     Args:
       tokens: int32[b, t].
-      segment_ids: not supported yet; packed documents raise NotImplementedError.
+      segment_ids: int32[b, t], for rows that pack several documents. Every run of
+        equal ids is a document, whatever the ids are: they need not be sorted, an id
+        that comes again later names another document, and 0 is an id like the others
+        (padding is a document of its own that nobody reads). Each document starts at
+        position 0 and reads nothing of the others: packed documents give the logits
+        of separate ones. None: every row is one document.
 
     Returns:
       float32[b, t, v].
+
+    Raises:
+      ValueError: tokens or segment ids of another shape, ids that are not integers.
     """
-    if segment_ids is not None:
-        raise NotImplementedError("packed documents (segment_ids) are not built yet")
-    return forward_with_aux(model, jnp.asarray(tokens))[0]
+    return forward_with_aux(model, jnp.asarray(tokens), segment_ids)[0]
 
 
 def forward_with_aux(
-    model: Model, tokens: Array, *, dense: Array | None = None, remat: bool = False
+    model: Model,
+    tokens: Array,
+    segment_ids: ArrayLike | None = None,
+    *,
+    dense: Array | None = None,
+    remat: bool = False,
 ) -> tuple[Array, list[dict[str, Any]]]:
     """`forward`, with what the layers report (`indexer_loss` of sparse layers).
 
@@ -151,7 +163,8 @@ def forward_with_aux(
         raise ValueError(
             f"tokens {tokens.shape}: expected [batch, time] with at least one token"
         )
-    span = Span.training(*tokens.shape)
+    starts = None if segment_ids is None else document_starts(segment_ids, tokens.shape)
+    span = Span.training(tokens.shape[0], tokens.shape[1], starts)
     x = model.embed(tokens)
     x, _, aux = model.layers(x, tokens, None, span, dense=dense, remat=remat)
     return model.head(x), aux

@@ -45,6 +45,10 @@ class ShortConvolution(ha.Mixer):
             )
         )
 
+    def own(self, rows, span, distance: int):
+        """Rows from ``distance`` back, zero where that is another document's."""
+        return jnp.where(span.reaches(distance)[..., None], rows, 0)
+
     @classmethod
     def init_states(cls, config, layer, spec, batch):
         states = super().init_states(config, layer, spec, batch)
@@ -59,7 +63,11 @@ class ShortConvolution(ha.Mixer):
         first = -lead if ring is None else span.start - lead
         seen = span_rows(ring, rows, span, first, lead + span.width)
         taps = jnp.stack(
-            [seen[:, i : i + span.width] for i in range(self.taps)], axis=2
+            [
+                self.own(seen[:, i : i + span.width], span, lead - i)
+                for i in range(self.taps)
+            ],
+            axis=2,
         )
         mixed = jax.nn.silu(jnp.einsum("btsd,sd->btd", taps, self.filter[...]))
         inputs = inputs._replace(key_input=inputs.key_input + mixed)
@@ -118,6 +126,16 @@ class ForgetsPhase(ShortConvolution):
         return super().attend(inputs, states, span, dense=dense)
 
 
+@ha.register_mixer("crosses_documents")
+class CrossesDocuments(ShortConvolution):
+    """A leak between packed documents: the convolution runs over their edges."""
+
+    kind = "crosses_documents"
+
+    def own(self, rows, span, distance):
+        return rows
+
+
 @ha.register_mixer("peeks")
 class Peeks(ha.Mixer):
     """A leak: every query also reads the mean of the whole step."""
@@ -138,6 +156,7 @@ class Peeks(ha.Mixer):
         ("forgets_phase", "full_equals_stepwise"),
         ("forgets_phase", "full_equals_chunked"),
         ("peeks", "causality"),
+        ("crosses_documents", "packed_equals_separate"),
     ],
 )
 @pytest.mark.xdist_group("conformance faulty")

@@ -153,8 +153,3 @@ def test_logits_kinds_agree():
         none, other = call(model(), held(), TOKENS, lengths, logits="none")
         assert none is None
         assert np.asarray(other.length).tolist() == np.asarray(cache.length).tolist()
-
-
-def test_packed_documents_are_not_there_yet():
-    with pytest.raises(NotImplementedError, match="segment_ids"):
-        ha.forward(model(), jnp.asarray(TOKENS), jnp.zeros_like(TOKENS))

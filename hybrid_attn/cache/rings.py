@@ -99,6 +99,19 @@ def span_rows(
     return jnp.where(_expand(keep, taken), taken, jnp.zeros((), taken.dtype))
 
 
+def group_rows(rows: Array, last: Array, ratio: int) -> Array:
+    """The rows of groups that may stand anywhere, one group after another.
+
+    Args:
+      rows: [b, t, ...]; last: int32[b, g], the last column of each group.
+
+    Returns:
+      [b, g·ratio, ...].
+    """
+    column = last[..., None] + jnp.arange(1 - ratio, 1, dtype=jnp.int32)
+    return _take(rows, column.reshape(last.shape[0], -1))
+
+
 def entry_write(
     entries: Array, new: Array, first_group: Array, span: Span, ratio: int
 ) -> Array:

@@ -202,6 +202,7 @@ class Mixer(nnx.Module):
         rows = x if ring is None else x.astype(ring.dtype).astype(x.dtype)
         first = -1 if ring is None else span.start - 1
         previous = span_rows(ring, rows, span, first, span.width)
+        previous = jnp.where(span.reaches(1)[..., None], previous, 0)
         new = {}
         if states is not None and ring is not None:
             new["shift"] = states["shift"].replace(content=ring_write(ring, rows, span))
@@ -232,8 +233,15 @@ class Mixer(nnx.Module):
             )
             position = jnp.arange(-lead, span.width, dtype=jnp.int32)
             position = jnp.broadcast_to(position, keys.shape[:2])
+            # Distances are the same by columns, and documents then follow each other.
             return attention(
-                inputs.query, keys, values, span.positions, position, contiguous=True
+                inputs.query,
+                keys,
+                values,
+                position[:, lead:],
+                position,
+                contiguous=True,
+                visible_from=span.document_start,
             ), {}
         size = state.key.shape[1]
         key = key.astype(state.key.dtype)

@@ -103,6 +103,7 @@ class FullHistoryMixer(CompressedMixer):
             key,
             value,
             span.visible(self.layer.ratio),
+            visible_from=span.visible_from(self.layer.ratio),
             scale=self.scale,
             static=states is None,
         )

@@ -12,7 +12,13 @@ import numpy as np
 from flax import nnx
 from jax import Array
 
-from hybrid_attn.cache.rings import any_closes, entry_write, ring_write, span_rows
+from hybrid_attn.cache.rings import (
+    any_closes,
+    entry_write,
+    group_rows,
+    ring_write,
+    span_rows,
+)
 from hybrid_attn.cache.span import Span
 from hybrid_attn.config import ModelConfig
 from hybrid_attn.layers.linear import Linear
@@ -75,6 +81,8 @@ class Compressor(nnx.Module):
         slot = span.positions % self.ratio
         score = score + self.slot_score[...][slot]
         lead = self.ratio if self.overlap else 0
+        if span.document_start is not None:
+            return self._packed(content, score, span), jnp.zeros_like(span.start), None
         if ring is None:
             groups = span.width // self.ratio
             first = jnp.zeros_like(span.start)
@@ -112,6 +120,25 @@ class Compressor(nnx.Module):
         out = jax.lax.cond(any_closes(span, self.ratio), pooled, lambda: empty)
         return out, first, new_ring
 
+    def _packed(self, content: Array, score: Array, span: Span) -> Array:
+        """The same where groups start at each document's start: by gather."""
+        last, real = span.closings(self.ratio)
+        lead = self.ratio if self.overlap else 0
+
+        def assembled(x: Array) -> Array:
+            return jnp.pad(group_rows(x, last, self.ratio), [(0, 0), (lead, 0), (0, 0)])
+
+        scores = assembled(score)
+        if self.overlap:
+            # By the first half of its channels, the s-th group of rows feeds entry s:
+            # with nothing where that is the first of a document.
+            begins = jnp.take_along_axis(span.positions, last, axis=1) < self.ratio
+            none = jnp.pad(jnp.repeat(begins, self.ratio, axis=1), [(0, 0), (0, lead)])
+            half = jnp.arange(self.width) < self.features
+            scores = jnp.where(none[..., None] & half, _NO_SCORE, scores)
+        pooled = self._pool(assembled(content), scores)
+        return jnp.where(real[..., None], pooled, 0)
+
     def _pool(self, rows: Array, scores: Array) -> Array:
         def grouped(x: Array) -> Array:
             x = x.reshape(x.shape[0], -1, self.ratio, x.shape[-1])
@@ -130,6 +157,10 @@ class Compressor(nnx.Module):
 
     def positions(self, first: Array, groups: int, span: Span) -> Array | np.ndarray:
         """int32[b, g]: an entry stands at the first position of its own group."""
+        if span.document_start is not None:
+            last, real = span.closings(self.ratio)
+            own = jnp.take_along_axis(span.positions, last, axis=1)
+            return jnp.where(real, own - (self.ratio - 1), 0)
         if span.fresh:
             return np.arange(groups, dtype=np.int32)[None] * self.ratio
         return (first[:, None] + jnp.arange(groups, dtype=jnp.int32)) * self.ratio

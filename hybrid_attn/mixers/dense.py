@@ -44,6 +44,7 @@ class DenseMixer(Mixer):
             key,
             value,
             span.visible(1),
+            visible_from=span.visible_from(1),
             scale=self.scale,
             static=states is None,
         )

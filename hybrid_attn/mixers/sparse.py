@@ -41,8 +41,13 @@ class SparseMixer(CompressedMixer):
         index_key, new_state = self.indexer.keys(key_input, state, span)
         visible = span.visible(self.layer.ratio)
         if states is None:
+            entry = jnp.arange(key.shape[1])
+            seen = entry < visible[..., None]
+            first = span.visible_from(self.layer.ratio)
+            if first is not None:
+                seen = seen & (entry >= first[..., None])
             return self._train(
-                inputs.query, key, value, query, weight, index_key, visible, dense
+                inputs.query, key, value, query, weight, index_key, seen, dense
             )
         k = self.layer.top_k
         chosen, scores = indexer_topk(
@@ -55,10 +60,9 @@ class SparseMixer(CompressedMixer):
         partial = sparse_attention(inputs.query, key, value, chosen, scale=self.scale)
         return partial, {"index": new_state}, aux
 
-    def _train(self, query, key, value, index_query, weight, index_key, visible, dense):
+    def _train(self, query, key, value, index_query, weight, index_key, seen, dense):
         """Masked form: all scores are needed for the loss, so nothing is gathered."""
         scores = indexer_scores(index_query, weight, index_key) + 0.0
-        seen = jnp.arange(key.shape[1]) < visible[..., None]
         chosen = top_k_mask(scores, seen, self.layer.top_k)
         if dense is not None:
             chosen = chosen | (seen & dense)

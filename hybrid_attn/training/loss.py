@@ -5,6 +5,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import optax
 from jax import Array
+from jax.typing import ArrayLike
 
 from hybrid_attn.model import Model, forward_with_aux
 
@@ -35,6 +36,7 @@ def model_loss(
     model: Model,
     tokens: Array,
     targets: Array,
+    segment_ids: ArrayLike | None = None,
     *,
     dense: Array | None = None,
     indexer_weight: float = 1.0,
@@ -43,9 +45,12 @@ def model_loss(
     """The loss to minimise, and its parts.
 
     ``dense`` bool[]: sparse layers read all entries and the indexer learns from the
-    mass over all of them (warm-up); otherwise over the chosen set.
+    mass over all of them (warm-up); otherwise over the chosen set. ``segment_ids``
+    as for `forward`: targets must not cross from one packed document to the next.
     """
-    logits, auxiliaries = forward_with_aux(model, tokens, dense=dense, remat=remat)
+    logits, auxiliaries = forward_with_aux(
+        model, tokens, segment_ids, dense=dense, remat=remat
+    )
     loss, accuracy = token_loss(logits, targets)
     indexer = [aux["indexer_loss"] for aux in auxiliaries if "indexer_loss" in aux]
     mean = sum(indexer) / len(indexer) if indexer else jnp.zeros(())

@@ -5,7 +5,7 @@ import math
 import numpy as np
 
 
-def reference(query, key, value, visible, *, scale: float):
+def reference(query, key, value, visible, *, scale: float, visible_from=None):
     """(output float64[b, t, n, h] without a sink, log Σ exp of logits [b, t, n]).
 
     Shapes as `compressed_attention`. A query that sees nothing gives zeros and -inf.
@@ -16,12 +16,13 @@ def reference(query, key, value, visible, *, scale: float):
     out = np.zeros((b, t, heads, value.shape[-1]))
     log_sum = np.full((b, t, heads), -math.inf)
     for row, column, head in np.ndindex(b, t, heads):
-        n = int(visible[row, column])
-        if n == 0:
+        first = 0 if visible_from is None else int(visible_from[row, column])
+        read = slice(first, int(visible[row, column]))
+        if read.start >= read.stop:
             continue
-        logits = key[row, :n, head // share] @ query[row, column, head] * scale
+        logits = key[row, read, head // share] @ query[row, column, head] * scale
         weights = np.exp(logits - logits.max())
-        out[row, column, head] = weights @ value[row, :n, head // share]
+        out[row, column, head] = weights @ value[row, read, head // share]
         out[row, column, head] /= weights.sum()
         log_sum[row, column, head] = logits.max() + math.log(weights.sum())
     return out, log_sum

@@ -29,19 +29,23 @@ def compressed_attention(
     *,
     scale: float,
     static: bool,
+    visible_from: Visible | None = None,
 ) -> Partial:
-    """Softmax sums over entries 0..visible-1 of each query.
+    """Softmax sums over entries visible_from..visible-1 of each query.
 
     Args:
       query: [b, t, n, h]; key, value: [b, e, k, h]; visible: int32[b, t].
       static: read every block (differentiable) instead of the blocks in use.
+      visible_from: int32[b, t], the first entry that each query may read (of its
+        packed document); None for 0.
 
-    Entries that no query of a row sees never enter a product, whatever they hold.
+    Entries beyond the last that any query of a row sees never enter a product,
+    whatever they hold.
     """
     q = group_heads(query, key.shape[2], scale)
     size = key.shape[1]
     if size <= BLOCK:
-        return _attend(q, key, value, visible, 0, 0)
+        return _attend(q, key, value, visible, visible_from, 0, 0)
     blocks = -(-size // BLOCK)
 
     def body(index: Array, partial: Partial) -> Partial:
@@ -52,9 +56,8 @@ def compressed_attention(
         )
         k_block = cut(key)
         v_block = k_block if value is key else cut(value)
-        return merge(
-            partial, _attend(q, k_block, v_block, visible, first, index * BLOCK)
-        )
+        part = _attend(q, k_block, v_block, visible, visible_from, first, index * BLOCK)
+        return merge(partial, part)
 
     empty = Partial(
         jnp.zeros(q.shape, jnp.float32),
@@ -68,7 +71,7 @@ def compressed_attention(
     return jax.lax.fori_loop(0, used, body, empty)
 
 
-def _attend(q, key, value, visible, first, least) -> Partial:
+def _attend(q, key, value, visible, visible_from, first, least) -> Partial:
     entry = first + jnp.arange(key.shape[1], dtype=jnp.int32)
     shared = value is key
     # 0 x NaN is NaN: entries that no query sees are replaced, not only masked.
@@ -76,6 +79,8 @@ def _attend(q, key, value, visible, first, least) -> Partial:
     key = jnp.where(seen, key, 0).astype(jnp.float32)
     value = key if shared else jnp.where(seen, value, 0).astype(jnp.float32)
     mask = (entry >= least) & (entry < visible[..., None])
+    if visible_from is not None:
+        mask = mask & (entry >= visible_from[..., None])
     logits = jnp.einsum("bktgh,bskh->bktgs", q, key)
     weights, total, maximum = partial_softmax(logits, mask[:, None, :, None, :])
     weighted = jnp.einsum("bktgs,bskh->bktgh", weights, value)

@@ -6,7 +6,16 @@ import numpy as np
 
 
 def reference(
-    query, key, value, query_position, key_position, *, window: int, scale, decay
+    query,
+    key,
+    value,
+    query_position,
+    key_position,
+    *,
+    window: int,
+    scale,
+    decay,
+    visible_from=None,
 ):
     """(output float64[b, t, n, h] without a sink, log Σ exp of logits [b, t, n]).
 
@@ -19,9 +28,10 @@ def reference(
     log_sum = np.full((b, t, heads), -math.inf)
     for row, column, head in np.ndindex(b, t, heads):
         at = int(query_position[row, column])
+        least = 0 if visible_from is None else int(visible_from[row, column])
         terms = []
         for place, position in enumerate(np.asarray(key_position)[row]):
-            if position < 0 or not at - window < position <= at:
+            if position < least or not at - window < position <= at:
                 continue
             logit = scale * float(
                 query[row, column, head] @ key[row, place, head // share]

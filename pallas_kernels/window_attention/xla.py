@@ -22,6 +22,7 @@ def window_attention(
     scale: float,
     decay: Float[Array, " n"] | None,
     contiguous: bool,
+    visible_from: Positions | None = None,
 ) -> Partial:
     """Softmax sums over the keys at distance 0..window-1 of each query.
 
@@ -33,6 +34,8 @@ def window_attention(
       decay: float[n], nats by which a logit falls per token of distance, or None.
       contiguous: key i stands at key_position[:, 0] + i and query j at key j +
         window - 1, which lets long steps read a band instead of all keys.
+      visible_from: int32[b, t], the least key position that each query may read
+        (where its packed document starts), from 0; None for 0.
 
     Memory is linear in t when contiguous.
     """
@@ -40,7 +43,9 @@ def window_attention(
     q = group_heads(query, k, scale)
     block = max(window - 1, _LEAST_BAND)
     if not contiguous or t <= 2 * block:
-        return _attend(q, key, value, query_position, key_position, window, decay)
+        return _attend(
+            q, key, value, query_position, key_position, window, decay, visible_from
+        )
     blocks = -(-t // block)
     # Queries i·block.. see keys from i·block of an array led by block - (window - 1)
     # dead keys: the own block and the one before it.
@@ -71,6 +76,7 @@ def window_attention(
         band(key_position, fill=-1),
         window,
         decay,
+        None if visible_from is None else split(visible_from, 1),
     )
 
     def join(x: Array) -> Array:
@@ -80,9 +86,12 @@ def window_attention(
     return Partial(*(join(x) for x in part))
 
 
-def _attend(q, key, value, query_position, key_position, window, decay) -> Partial:
+def _attend(
+    q, key, value, query_position, key_position, window, decay, visible_from
+) -> Partial:
     distance = query_position[:, :, None] - key_position[:, None, :]
-    mask = (distance >= 0) & (distance < window) & (key_position >= 0)[:, None, :]
+    least = 0 if visible_from is None else visible_from[:, :, None]
+    mask = (distance >= 0) & (distance < window) & (key_position[:, None, :] >= least)
     logits = jnp.einsum("bktgh,bskh->bktgs", q, key.astype(jnp.float32))
     if decay is not None:
         slope = (decay.astype(jnp.float32) * LOG2_E).reshape(q.shape[1], 1, -1, 1)

@@ -46,6 +46,22 @@ def test_reference(b, t, e, n, k, block, static, normal, agrees, monkeypatch):
 
 
 @pytest.mark.parametrize("block", [512, 8])
+def test_visible_from(block, normal, agrees, monkeypatch):
+    """A range of entries, empty and whole blocks outside it included."""
+    monkeypatch.setattr(xla, "BLOCK", block)
+    query, key, value = normal(2, 6, 4, 8), normal(2, 19, 2, 8), normal(2, 19, 2, 8)
+    first = np.array([[0, 3, 9, 9, 17, 19], [0, 0, 8, 12, 15, 18]], np.int32)
+    visible = np.array([[0, 3, 10, 19, 19, 19], [19, 1, 16, 13, 18, 19]], np.int32)
+    want = reference(query, key, value, visible, scale=0.4, visible_from=first)
+    arrays = [jnp.asarray(x) for x in (query, key, value, visible)]
+    for static in (True, False):
+        got = compressed_attention(
+            *arrays, scale=0.4, static=static, visible_from=jnp.asarray(first)
+        )
+        agrees(got, want)
+
+
+@pytest.mark.parametrize("block", [512, 8])
 def test_poisoned_padding(block, normal, agrees, monkeypatch):
     """NaN in entries that no query of a row sees reaches nothing."""
     monkeypatch.setattr(xla, "BLOCK", block)

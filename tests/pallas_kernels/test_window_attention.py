@@ -56,6 +56,35 @@ def test_contiguous(t, window, decay, normal, agrees):
     agrees(got, want, atol=5e-6)
 
 
+@pytest.mark.parametrize("window", [1, 4, 40])
+@pytest.mark.parametrize("t", [7, 130])
+def test_visible_from(t, window, normal, agrees):
+    """Packed documents: keys before the own one's start are not read."""
+    s = t + window - 1
+    query, key, value = normal(2, t, 4, 8), normal(2, s, 2, 8), normal(2, s, 2, 8)
+    slopes = np.array([0.0, 0.3, 0.1, 1.0], np.float32)
+    column = np.arange(t)
+    start = np.stack([column - column % 5, np.where(column < 64, 0, 64)])
+    at = np.broadcast_to(column, (2, t))
+    positions = np.broadcast_to(np.arange(s) - (window - 1), (2, s))
+    options = dict(window=window, scale=0.4)
+    got = _run(
+        query,
+        key,
+        value,
+        at,
+        positions,
+        contiguous=True,
+        decay=jnp.asarray(slopes),
+        visible_from=jnp.asarray(start),
+        **options,
+    )
+    want = reference(
+        query, key, value, at, positions, decay=slopes, visible_from=start, **options
+    )
+    agrees(got, want, atol=5e-6)
+
+
 def test_ring_order(normal, agrees):
     """Slots in any order, some empty: positions alone say what is read."""
     window, size = 5, 9
