@@ -7,6 +7,7 @@ from flax import nnx
 
 from hybrid_attn import transforms
 from hybrid_attn.cache.states import Fault
+from hybrid_attn.layers.parameters import trainable
 from hybrid_attn.testing.report import Checks
 from hybrid_attn.testing.subject import CHUNK, Subject
 from hybrid_attn.training.loss import model_loss
@@ -52,10 +53,10 @@ def gradients(subject: Subject, check: Checks) -> None:
     """Gradients of the training loss are finite, with rows that count nothing too."""
     one_slot = any(layer.ratio == 1 for layer in subject.config.layers)
     library = {layer.kind for layer in subject.config.layers} <= _LIBRARY_KINDS
-    graph, state = nnx.split(subject.model)
+    graph, state, fixed = nnx.split(subject.model, trainable, ...)
 
     def loss(state, tokens, targets, dense):
-        model = nnx.merge(graph, state)
+        model = nnx.merge(graph, state, fixed)
         return model_loss(model, tokens, targets, dense=dense)
 
     run = jax.jit(jax.grad(loss, has_aux=True))

@@ -122,7 +122,8 @@ def _update(graph, optimizer, config: TrainConfig, state: TrainState, tokens, ta
 
     (total, parts), grads = jax.value_and_grad(loss, has_aux=True)(trained)
     updates, opt_state = optimizer.update(grads, state.optimizer, trained)
-    params = nnx.merge_state(optax.apply_updates(trained, updates), fixed)
+    updated: Any = optax.apply_updates(trained, updates)
+    params = nnx.merge_state(updated, fixed)
     metrics = {
         "loss": total,
         "cross_entropy": parts.cross_entropy,

@@ -49,6 +49,15 @@ def test_against_a_loop(rows, static, limit):
     np.testing.assert_allclose(got, plain(layer, x, chosen, weights, limit), atol=2e-5)
 
 
+@pytest.mark.parametrize("rows", [1, 5])
+def test_gathered(rows):
+    """The form of short steps where blocks do not run at once."""
+    layer = experts()
+    x, chosen, weights = draw(rows, np.random.default_rng(rows))
+    got = np.einsum("rk,rkd->rd", weights, layer._gathered(jnp.asarray(x), chosen))
+    np.testing.assert_allclose(got, plain(layer, x, chosen, weights, None), atol=2e-5)
+
+
 @pytest.mark.parametrize("static", [True, False])
 def test_all_rows_to_the_same_experts(static):
     """No expert has a capacity."""

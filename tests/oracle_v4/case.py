@@ -12,6 +12,11 @@ import hybrid_attn as ha
 DATA = Path(__file__).parent.parent / "data"
 CASES = ("flash_tiny", "pro_tiny", "short_rates")
 ROWS = 3
+# (row of the reference, position) where a router of the last layer is undecided: in
+# float64 its second and third score are 5.7e-7 apart, in the reference 4.8e-7, and
+# float32 rounding of the hidden states (2e-6 rms, the reference's own too) decides. No
+# later layer reads the position; its logits and last hidden state are left out.
+NEAR_TIES = {"pro_tiny": [(0, 392)]}
 # Absolute, float32, at every position (issue 3).
 LOGITS, HIDDEN = 2e-4, 5e-4
 
@@ -23,6 +28,7 @@ class Case:
       tokens: int32[rows, time]; logits: float32[rows, time, v].
       positions: int32[p], where hidden states are known.
       hidden: per block float32[rows, p, ...]; the last one is after the final norm.
+      decided: bool[rows, time], see `NEAR_TIES`.
       chosen: by layer, int32[rows, time, k] sorted, -1 = none.
     """
 
@@ -30,6 +36,9 @@ class Case:
         self.config, self.model = ha.weights.load(directory)
         case = load_file(directory / "case.safetensors")
         row = np.arange(ROWS) % case["input_ids"].shape[0]
+        self.decided = np.ones((ROWS, case["input_ids"].shape[1]), bool)
+        for tied, position in NEAR_TIES.get(directory.name, ()):
+            self.decided[row == tied, position] = False
         self.tokens, self.logits = case["input_ids"][row], case["logits"][row]
         self.time = self.tokens.shape[1]
         self.positions = case.get("positions", np.arange(self.time))
@@ -81,11 +90,18 @@ class Case:
         chosen = {i: np.sort(out[i, "chosen"], axis=-1) for i in self.chosen}
         return out["logits"], hidden, chosen
 
+    def logits_error(self, logits) -> float:
+        """The largest error over all decided positions."""
+        return float(np.max(np.abs(logits - self.logits)[self.decided]))
+
     def check(self, logits, hidden, chosen) -> dict[str, float]:
         """Asserts all limits; returns the largest errors."""
-        errors = {"logits": float(np.max(np.abs(logits - self.logits)))}
+        errors = {"logits": self.logits_error(logits)}
         for i, (got, want) in enumerate(zip(hidden, self.hidden, strict=True), 1):
-            errors[f"hidden.{i}"] = float(np.max(np.abs(got[:, self.positions] - want)))
+            wrong = np.abs(got[:, self.positions] - want)
+            if i == len(hidden):
+                wrong = wrong[self.decided[:, self.positions]]
+            errors[f"hidden.{i}"] = float(np.max(wrong))
         for name, error in errors.items():
             limit = LOGITS if name == "logits" else HIDDEN
             assert error <= limit, f"{name}: {error:.3g} above {limit}"
