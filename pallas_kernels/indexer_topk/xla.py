@@ -6,7 +6,8 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.array_typing import Visible, typed
 
-BLOCK = 4096
+BLOCK = 1024
+DECODE_BLOCK = 4096
 
 
 @typed
@@ -57,6 +58,8 @@ def indexer_topk(
     """
     size = key.shape[1]
     k = min(k, size)
+    # Long steps skip what no query sees yet; a single query is done sooner in one go.
+    block = DECODE_BLOCK if query.shape[1] == 1 else BLOCK
 
     def masked(keys: Array, first, least) -> tuple[Array, Array]:
         entry = first + jnp.arange(keys.shape[1], dtype=jnp.int32)
@@ -65,19 +68,19 @@ def indexer_topk(
         mask = (entry >= least) & (entry < visible[..., None])
         return jnp.where(mask, scores, -jnp.inf), entry
 
-    if size <= BLOCK:
+    if size <= block:
         scores, _ = masked(key, 0, 0)
         best, index = jax.lax.top_k(scores, k)
         return jnp.where(best > -jnp.inf, index, -1).astype(jnp.int32), best
 
     def body(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         index, best = carry
-        first = jnp.minimum(i * BLOCK, size - BLOCK)
-        keys = jax.lax.dynamic_slice_in_dim(key, first, BLOCK, axis=1)
-        scores, entry = masked(keys, first, i * BLOCK)
+        first = jnp.minimum(i * block, size - block)
+        keys = jax.lax.dynamic_slice_in_dim(key, first, block, axis=1)
+        scores, entry = masked(keys, first, i * block)
         # What is kept so far stands first: of equal scores the lowest index wins.
         scores = jnp.concatenate([best, scores], axis=-1)
-        entry = jnp.broadcast_to(entry, (*scores.shape[:-1], BLOCK))
+        entry = jnp.broadcast_to(entry, (*scores.shape[:-1], block))
         best, at = jax.lax.top_k(scores, k)
         index = jnp.take_along_axis(
             jnp.concatenate([index, entry], axis=-1), at, axis=-1
@@ -86,5 +89,5 @@ def indexer_topk(
 
     shape = (*visible.shape, k)
     empty = (jnp.full(shape, -1, jnp.int32), jnp.full(shape, -jnp.inf, jnp.float32))
-    used = jnp.minimum(-(-size // BLOCK), -(-jnp.max(visible) // BLOCK))
+    used = jnp.minimum(-(-size // block), -(-jnp.max(visible) // block))
     return jax.lax.fori_loop(0, used, body, empty)

@@ -8,6 +8,7 @@ from pallas_kernels.softmax import LOG2_E, Partial, group_heads, partial_softmax
 
 # Narrower bands save arithmetic but cost more in copies than they save.
 _LEAST_BAND = 64
+_COPY_FACTOR = 1.25
 
 
 @typed
@@ -41,8 +42,10 @@ def window_attention(
     """
     t, s, k = query.shape[1], key.shape[1], key.shape[2]
     q = group_heads(query, k, scale)
-    block = max(window - 1, _LEAST_BAND)
-    if not contiguous or t <= 2 * block:
+    # Whole bands: block · blocks = t for the usual powers of two.
+    block = max(-(-(window - 1) // _LEAST_BAND), 1) * _LEAST_BAND
+    banded_cost = -(-t // block) * 2 * block * block
+    if not contiguous or banded_cost * _COPY_FACTOR >= t * s:
         return _attend(
             q, key, value, query_position, key_position, window, decay, visible_from
         )
