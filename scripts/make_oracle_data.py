@@ -1,6 +1,6 @@
 """Makes tests/data from reference cases of DeepSeek-V4.
 
-    python scripts/make_oracle_data.py DIRECTORY [--to tests/data]
+    python scripts/make_oracle_data.py DIRECTORY [--to tests/data] [--cases NAME ...]
 
 DIRECTORY holds a folder for each case: config.json and model.safetensors in Hugging
 Face's form, and case.safetensors with what transformers computed in float32 (input_ids,
@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 
 _CASES = ("flash_tiny", "pro_tiny", "short_rates")
 # Odd, so that every phase of the ratios is met.
-_STRIDE = 9
+_STRIDE = 25
 
 
 def make(source: Path, target: Path) -> int:
@@ -42,8 +42,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--to", type=Path, default=Path("tests/data"))
+    parser.add_argument("--cases", nargs="*", default=_CASES)
     args = parser.parse_args()
-    for name in _CASES:
+    for name in args.cases:
         size = make(args.directory / name, args.to / name)
         print(f"{args.to / name}: {size / 2**20:.1f} MiB")
 

@@ -12,8 +12,8 @@ from hybrid_attn.weights.mapping import Entry, Piece
 # Draft layers are no part of the model.
 IGNORED = (r"(^|\.)mtp\.",)
 
-# (attribute path in a block, layout, [(Hugging Face name, official name)]).
-Row = tuple[str, str, list[tuple[str, str]]]
+# (attribute path in a block, layout, [(Hugging Face name, official names)]).
+Row = tuple[str, str, list[tuple[str, ...]]]
 
 _BLOCK: list[Row] = [
     ("mixer_norm.weight", "same", [("input_layernorm.weight", "attn_norm.weight")]),
@@ -36,7 +36,13 @@ _ATTENTION: list[Row] = [
     ("query_down_norm.weight", "same", [("q_a_norm.weight", "q_norm.weight")]),
     ("query_up.weight", "linear", [("q_b_proj.weight", "wq_b.weight")]),
     ("key_value.project.weight", "linear", [("kv_proj.weight", "wkv.weight")]),
-    ("key_value.norm.weight", "same", [("kv_norm.weight", "kv_norm.weight")]),
+    # `save_pretrained` of transformers 5.24 turns kv_norm into norm as it goes back to
+    # the official names.
+    (
+        "key_value.norm.weight",
+        "same",
+        [("kv_norm.weight", "kv_norm.weight", "norm.weight")],
+    ),
     ("sink", "same", [("sinks", "attn_sink")]),
     ("output_down.weight", "grouped", [("o_a_proj.weight", "wo_a.weight")]),
     ("output_up.weight", "linear", [("o_b_proj.weight", "wo_b.weight")]),
@@ -141,11 +147,10 @@ def entries(config: ModelConfig) -> Iterator[Entry]:
         yield from _experts(index, config.moe.experts)
 
 
-def _both(index: int, theirs: str, official: str) -> Piece:
+def _names(index: int, theirs: str, *official: str) -> Piece:
     return (
         f"model.layers.{index}.{theirs}",
-        f"layers.{index}.{official}",
-        f"model.layers.{index}.{official}",
+        *(f"{top}layers.{index}.{name}" for name in official for top in ("", "model.")),
     )
 
 
@@ -154,8 +159,8 @@ def _rows(
 ) -> Iterator[Entry]:
     for path, layout, names in rows:
         pieces = tuple(
-            _both(index, theirs + hugging, official + released)
-            for hugging, released in names
+            _names(index, theirs + hugging, *(official + name for name in released))
+            for hugging, *released in names
         )
         yield Entry(f"blocks.{index}.{ours}{path}", layout, pieces)
 
@@ -171,7 +176,7 @@ def _experts(index: int, experts: int) -> Iterator[Entry]:
             ((f"model.layers.{index}.mlp.experts.{stacked}",),),
             experts=tuple(
                 tuple(
-                    _both(
+                    _names(
                         index,
                         f"mlp.experts.{expert}.{hugging}.weight",
                         f"ffn.experts.{expert}.{released}.weight",

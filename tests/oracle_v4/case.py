@@ -11,6 +11,8 @@ import hybrid_attn as ha
 
 DATA = Path(__file__).parent.parent / "data"
 CASES = ("flash_tiny", "pro_tiny", "short_rates")
+# Unusual shapes, of scripts/make_odd_cases.py.
+ODD = ("odd_clamp", "odd_least", "odd_tied")
 ROWS = 3
 # (row of the reference, position) where a router of the last layer is undecided: in
 # float64 its second and third score are 5.7e-7 apart, in the reference 4.8e-7, and

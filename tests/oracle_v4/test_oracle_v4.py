@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import hybrid_attn as ha
-from tests.oracle_v4.case import CASES, LOGITS, ROWS, chunks, load, ragged
+from tests.oracle_v4.case import CASES, LOGITS, ODD, ROWS, chunks, load, ragged
 
 slow = pytest.mark.slow
 PLANS = {
@@ -18,10 +18,11 @@ PLANS = {
     "ragged": ragged(0, 50),
 }
 QUICK = {("flash_tiny", "64"), ("short_rates", "7"), ("pro_tiny", "ragged")}
+QUICK |= {(name, "ragged") for name in ODD}
 
 
 def cases():
-    for name in CASES:
+    for name in (*CASES, *ODD):
         for plan in PLANS:
             quick = plan == "whole" or (name, plan) in QUICK
             marks = [pytest.mark.xdist_group(f"oracle {name}")]
