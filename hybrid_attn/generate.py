@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 from hybrid_attn.cache.states import Cache
 from hybrid_attn.model import Model
 from hybrid_attn.samplers import Sampler, greedy
-from hybrid_attn.step import flatten, prefill, pure_step, unflatten
+from hybrid_attn.step import bucket, flatten, prefill, pure_step, unflatten
 
 
 def generate(
@@ -70,20 +70,23 @@ def generate(
     rows = jnp.arange(b) if row_ids is None else jnp.asarray(row_ids)
     logits, cache = prefill(model, cache, tokens, lengths, logits="last")
     graph, leaves = flatten(model)
-    return _decode(
+    out, counts, cache = _decode(
         graph,
         sampler,
-        max_new_tokens,
+        bucket(max_new_tokens),
         tuple(int(s) for s in stop_ids),
         leaves,
         cache,
         logits,
         jax.vmap(lambda row: jax.random.fold_in(key, row))(rows),
+        jnp.int32(max_new_tokens),
     )
+    return out[:, :max_new_tokens], counts, cache
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), donate_argnums=(5,))
-def _decode(graph, sampler, limit, stop_ids, leaves, cache, logits, keys):
+def _decode(graph, sampler, room, stop_ids, leaves, cache, logits, keys, limit):
+    """At most ``limit`` tokens; ``room``, at least that, is what is compiled for."""
     model = unflatten(graph, leaves)
     b = cache.batch
     stops = jnp.asarray(stop_ids or (-1,), jnp.int32)
@@ -98,7 +101,7 @@ def _decode(graph, sampler, limit, stop_ids, leaves, cache, logits, keys):
 
     token = sample(logits, cache.length)
     live = jnp.ones((b,), bool)
-    out = place(jnp.zeros((b, limit), jnp.int32), 0, token, live)
+    out = place(jnp.zeros((b, room), jnp.int32), 0, token, live)
     counts = jnp.ones((b,), jnp.int32)
     live = live & ~jnp.isin(token, stops)
 

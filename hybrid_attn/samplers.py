@@ -1,5 +1,6 @@
 """Samplers: (logits float32[v], key) -> token int32[]. Pure, one row at a time."""
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -15,6 +16,8 @@ def greedy(logits: Array, key: Array) -> Array:
     return jnp.argmax(logits).astype(jnp.int32)
 
 
+# Cached: a sampler is a static argument, and a new function would compile anew.
+@functools.cache
 def temperature(value: float, top_p: float = 1.0) -> Sampler:
     """Samples from softmax(logits / value), from the nucleus of mass ``top_p``.
 

@@ -14,6 +14,7 @@ from jax.typing import ArrayLike
 from hybrid_attn.cache.span import Span
 from hybrid_attn.cache.states import Cache, Fault
 from hybrid_attn.model import Model
+from hybrid_attn.transforms.fork import fork
 
 LogitsKind = Literal["all", "last", "none"]
 _LOGITS = ("all", "last", "none")
@@ -235,6 +236,11 @@ def prefill(
     graph, leaves = flatten(model)
     rows = np.arange(b)[:, None]
     pieces, last = [], None
+    # Every block donates: one executable for all, or a block could get other bits as
+    # the first of one call than as a later one of another. So the caller's is copied.
+    run = _compiled(graph, True, logits, False)
+    if blocks and not donate:
+        cache = fork(cache)
     for block in range(blocks):
         start = (begin // size + block) * size
         low, high = np.clip(begin, start, None), np.minimum(end, start + size)
@@ -243,7 +249,6 @@ def prefill(
         start = np.where(count > 0, start, (np.asarray(end) // size) * size)
         position = start[:, None] + np.arange(size)
         column = np.clip(position - begin[:, None], 0, t - 1)
-        run = _compiled(graph, donate or block > 0, logits, False)
         out, cache, _ = run(
             leaves,
             cache,

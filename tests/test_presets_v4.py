@@ -1,4 +1,4 @@
-"""The published configurations of DeepSeek-V4 (reference/deepseek_v4.md 1.1, 2.1)."""
+"""The published configurations of DeepSeek-V4 (arXiv 2606.19348)."""
 
 import functools
 

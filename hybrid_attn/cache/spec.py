@@ -15,7 +15,10 @@ _MIN_BLOCK_TOKENS = 256
 
 @dataclasses.dataclass(frozen=True)
 class StoredDtypes:
-    """Dtype names of what a cache stores, by role."""
+    """Dtype names of what a cache stores, by role.
+
+    No state keeps an accumulator yet: that role is part of the identity alone.
+    """
 
     entries: str = "float32"
     window: str = "float32"

@@ -1,6 +1,6 @@
 """Manifold-constrained hyper-connections: the residual as parallel streams.
 
-DeepSeek-V4 (arXiv 2606.19348, section 2.2; reference/deepseek_v4.md 1.7). Everything
+DeepSeek-V4 (arXiv 2606.19348, section 2.2). Everything
 here is computed in float32.
 """
 

@@ -1,6 +1,6 @@
 """Mixture of experts: a shared expert, and routed ones that the router chooses.
 
-DeepSeek-V4's form (reference/deepseek_v4.md 1.7). No expert has a capacity: nothing is
+DeepSeek-V4's form (arXiv 2606.19348). No expert has a capacity: nothing is
 dropped, and what a token gets does not depend on the other tokens.
 """
 

@@ -6,7 +6,7 @@ from flax import nnx
 from hybrid_attn.cache.states import CompressedKV, UncompressedTail
 from hybrid_attn.layers.norm import RMSNorm
 from hybrid_attn.mixers.base import Mixer, finish_keys, merged
-from hybrid_attn.mixers.compressor import Compressor, frontier_rows
+from hybrid_attn.mixers.compressor import Compressor, empty_frontier
 from hybrid_attn.mixers.registry import register_mixer
 from pallas_kernels.compressed_attention.xla import compressed_attention
 
@@ -43,14 +43,8 @@ class CompressedMixer(Mixer):
             key=jnp.zeros(entries, dtypes.entries),
             value=None if layer.shared_kv else jnp.zeros(entries, dtypes.entries),
         )
-        tail = (
-            batch,
-            frontier_rows(layer.ratio, layer.overlap, spec.undo),
-            layer.features * (2 if layer.overlap else 1),
-        )
         states["tail"] = UncompressedTail(
-            content=jnp.zeros(tail, dtypes.frontier),
-            score=jnp.zeros(tail, dtypes.frontier),
+            **empty_frontier(layer, spec, batch, layer.features)
         )
         return states
 

@@ -20,7 +20,8 @@ from hybrid_attn.cache.rings import (
     span_rows,
 )
 from hybrid_attn.cache.span import Span
-from hybrid_attn.config import ModelConfig
+from hybrid_attn.cache.spec import CacheSpec
+from hybrid_attn.config import LayerSpec, ModelConfig
 from hybrid_attn.layers.linear import Linear
 from pallas_kernels.pool.xla import pool
 
@@ -29,9 +30,18 @@ _NO_SCORE = -1e30
 _LONG_GROUP = 32
 
 
-def frontier_rows(ratio: int, overlap: bool, undo: int) -> int:
-    """Ring size: open group, overlap group and undo span, in tokens."""
-    return (2 * ratio if overlap else ratio) - 1 + undo
+def empty_frontier(
+    layer: LayerSpec, spec: CacheSpec, batch: int, features: int
+) -> dict[str, Array]:
+    """``content`` and ``score`` [b, r, c] of a compressor that has seen nothing.
+
+    r is the open group, the overlap group and the undo span, in tokens; c is
+    ``features``, twice that with overlap.
+    """
+    halves = 2 if layer.overlap else 1
+    shape = (batch, halves * layer.ratio - 1 + spec.undo, halves * features)
+    dtype = spec.dtypes.frontier
+    return {"content": jnp.zeros(shape, dtype), "score": jnp.zeros(shape, dtype)}
 
 
 class Compressor(nnx.Module):

@@ -11,7 +11,7 @@ from hybrid_attn.config import LayerSpec, ModelConfig, Rope
 from hybrid_attn.layers.linear import Linear
 from hybrid_attn.layers.norm import RMSNorm
 from hybrid_attn.layers.rope import rotate
-from hybrid_attn.mixers.compressor import Compressor, frontier_rows
+from hybrid_attn.mixers.compressor import Compressor, empty_frontier
 
 
 def _rope(config: ModelConfig, layer: LayerSpec) -> Rope:
@@ -44,16 +44,10 @@ class Indexer(nnx.Module):
     def init_state(
         cls, config: ModelConfig, layer: LayerSpec, spec: CacheSpec, batch: int
     ) -> IndexerState:
-        tail = (
-            batch,
-            frontier_rows(layer.ratio, layer.overlap, spec.undo),
-            config.index_dim * (2 if layer.overlap else 1),
-        )
         key = (batch, spec.capacity // layer.ratio, config.index_dim)
         return IndexerState(
             key=jnp.zeros(key, spec.dtypes.index),
-            content=jnp.zeros(tail, spec.dtypes.frontier),
-            score=jnp.zeros(tail, spec.dtypes.frontier),
+            **empty_frontier(layer, spec, batch, config.index_dim),
         )
 
     def queries(self, latent: Array, x: Array, span) -> tuple[Array, Array]:

@@ -19,7 +19,7 @@ ROWS = 3
 # float32 rounding of the hidden states (2e-6 rms, the reference's own too) decides. No
 # later layer reads the position; its logits and last hidden state are left out.
 NEAR_TIES = {"pro_tiny": [(0, 392)]}
-# Absolute, float32, at every position (issue 3).
+# Absolute, float32, at every position.
 LOGITS, HIDDEN = 2e-4, 5e-4
 
 
