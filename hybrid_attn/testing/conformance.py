@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from hybrid_attn.config import ModelConfig
-from hybrid_attn.testing import cuts, documents, safety, states
+from hybrid_attn.testing import cuts, documents, drafts, rows, safety, states
 from hybrid_attn.testing.report import Checks, Result
 from hybrid_attn.testing.subject import Subject, as_config
 
@@ -23,6 +23,8 @@ INVARIANTS: tuple[Invariant, ...] = (
     cuts.stored_bfloat16,
     cuts.compile_counts,
     documents.packed_equals_separate,
+    drafts.verified_drafts,
+    rows.rows_keep_their_bits,
     states.unused_capacity,
     states.rewinding,
     states.forking,

@@ -22,6 +22,8 @@ ROWS = 16
 TOKENS = 32
 CHUNK = 9
 UNDO = 8
+# The longest draft; what a cache can take back by default.
+DRAFT = 16
 # Lengths around the edges of long groups and windows, as rows of one ragged batch.
 EDGES = (*range(124, 133), *range(252, 261))
 SEEDS = 40
@@ -101,8 +103,9 @@ class Subject:
         rows: int = ROWS,
         time: int = TOKENS,
         sequences: int = 4,
+        undo: int = UNDO,
     ):
-        self.name, self.config, self.stored = name, config, stored
+        self.name, self.config, self.stored, self.undo = name, config, stored, undo
         self.rows, self.time = rows, time
         self.model = randomise(Model(config, rngs=nnx.Rngs(0)))
         self.table = tolerance(stored)
@@ -134,17 +137,23 @@ class Subject:
             self.config,
             self.rows if rows is None else rows,
             capacity or getattr(self, "capacity", 1),
-            undo=UNDO,
+            undo=self.undo,
             dtypes=self.stored,
         )
 
-    def at(self, lengths):
-        """A cache that holds the first lengths[i] tokens of row i, by one step."""
+    def at(self, lengths, *, keep: bool = True):
+        """A cache that holds the first lengths[i] tokens of row i, by one step.
+
+        With ``keep`` the next call for the same lengths gives the same cache.
+        """
         key = tuple(np.broadcast_to(lengths, (self.rows,)).tolist())
-        if key not in self._made:
-            counts = np.asarray(key, np.int32)
-            self._made[key] = self.whole(self.cache(), self.tokens, counts)[1]
-        return self._made[key]
+        if key in self._made:
+            return self._made[key]
+        counts = np.asarray(key, np.int32)
+        cache = self.whole(self.cache(), self.tokens, counts)[1]
+        if keep:
+            self._made[key] = cache
+        return cache
 
     @functools.cached_property
     def _made(self) -> dict:
@@ -237,6 +246,12 @@ class Subject:
             rows=len(EDGES),
             time=max(EDGES) + 2 * CHUNK,
             sequences=1,
+        )
+
+    def drafting(self, rows: int, time: int) -> "Subject":
+        """The same model with room to take back drafts of `DRAFT` tokens."""
+        return Subject(
+            self.name + " drafting", self.config, rows=rows, time=time, undo=DRAFT
         )
 
 
