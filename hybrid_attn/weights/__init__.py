@@ -1,6 +1,7 @@
-"""Checkpoints of other projects: Hugging Face directories in safetensors."""
+"""Checkpoints of other projects: Hugging Face directories and GGUF files."""
 
 from hybrid_attn.weights.files import WeightsError
 from hybrid_attn.weights.loading import load, save
+from hybrid_attn.weights.tokenizer import load_tokenizer
 
-__all__ = ["WeightsError", "load", "save"]
+__all__ = ["WeightsError", "load", "load_tokenizer", "save"]

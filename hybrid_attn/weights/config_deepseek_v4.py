@@ -3,6 +3,7 @@
 from typing import Any
 
 from hybrid_attn.config import HyperConfig, ModelConfig, MoEConfig
+from hybrid_attn.weights.fields import ConfigError, Fields, expect
 
 _KINDS = {
     "sliding_attention": "swa",
@@ -21,44 +22,15 @@ _FIXED = {
 }
 
 
-class ConfigError(ValueError):
-    """A field of a config.json has a value that the library does not support."""
-
-
-def _expect(field: str, value: Any, *expected: Any) -> Any:
-    if value not in expected:
-        raise ConfigError(
-            f"config.json: {field}={value!r}: expected "
-            + " or ".join(repr(e) for e in expected)
-        )
-    return value
-
-
-class _Fields:
-    """The fields of a config.json; a missing one is an error that names it."""
-
-    def __init__(self, values: dict[str, Any]):
-        self.values = values
-
-    def __getitem__(self, field: str) -> Any:
-        if self.values.get(field) is None:
-            raise ConfigError(f"config.json: {field} is missing")
-        return self.values[field]
-
-    def get(self, field: str, default: Any = None) -> Any:
-        value = self.values.get(field)
-        return default if value is None else value
-
-
 def from_json(values: dict[str, Any]) -> ModelConfig:
     """The model that a config.json describes.
 
     Raises:
       ConfigError: names the field that is missing or not supported.
     """
-    fields = _Fields(values)
+    fields = Fields(values)
     for field, only in _FIXED.items():
-        _expect(field, fields.get(field, only), only)
+        expect(field, fields.get(field, only), only)
     dtype = fields.get("dtype", fields.get("torch_dtype", "float32"))
     rates = _rates(fields)
     kinds = _layer_kinds(fields, rates)
@@ -76,7 +48,7 @@ def from_json(values: dict[str, Any]) -> ModelConfig:
                 chosen=fields["num_experts_per_tok"],
                 width=fields["moe_intermediate_size"],
                 scale=fields["routed_scaling_factor"],
-                score=_expect(
+                score=expect(
                     "scoring_func",
                     fields.get("scoring_func", "sqrtsoftplus"),
                     "sqrtsoftplus",
@@ -104,7 +76,7 @@ def from_json(values: dict[str, Any]) -> ModelConfig:
             norm_eps=fields["rms_norm_eps"],
             tie_embeddings=fields.get("tie_word_embeddings", False),
             tied_scale=1.0,
-            compute_dtype=_expect("dtype", dtype, "float32", "bfloat16"),
+            compute_dtype=expect("dtype", dtype, "float32", "bfloat16"),
             **rope,
         )
     except ConfigError:
@@ -113,7 +85,7 @@ def from_json(values: dict[str, Any]) -> ModelConfig:
         raise ConfigError(f"config.json: {error}") from error
 
 
-def _rates(fields: _Fields) -> dict[str, int]:
+def _rates(fields: Fields) -> dict[str, int]:
     rates = {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
     given = fields.get("compress_rates", {})
     unknown = sorted(set(given) - set(rates))
@@ -129,7 +101,7 @@ def _rates(fields: _Fields) -> dict[str, int]:
     return rates
 
 
-def _layer_kinds(fields: _Fields, rates: dict[str, int]) -> list[str]:
+def _layer_kinds(fields: Fields, rates: dict[str, int]) -> list[str]:
     count = fields["num_hidden_layers"]
     types = fields.get("layer_types")
     if types is None:
@@ -141,7 +113,7 @@ def _layer_kinds(fields: _Fields, rates: dict[str, int]) -> list[str]:
         names = {0: "sliding_attention"} | {rate: name for name, rate in rates.items()}
         # Draft layers follow the model's.
         types = [
-            names[_expect("compress_ratios", ratio, *names)]
+            names[expect("compress_ratios", ratio, *names)]
             for ratio in fields["compress_ratios"][:count]
         ]
     if len(types) != count:
@@ -149,10 +121,10 @@ def _layer_kinds(fields: _Fields, rates: dict[str, int]) -> list[str]:
             f"config.json: layer_types has {len(types)} layers, "
             f"num_hidden_layers={count}"
         )
-    return [_KINDS[_expect("layer_types", name, *_KINDS)] for name in types]
+    return [_KINDS[expect("layer_types", name, *_KINDS)] for name in types]
 
 
-def _hash_layers(fields: _Fields, count: int) -> tuple[int, ...]:
+def _hash_layers(fields: Fields, count: int) -> tuple[int, ...]:
     types = fields.get("mlp_layer_types")
     if types is None:
         return tuple(range(min(count, fields.get("num_hash_layers", 3))))
@@ -162,11 +134,11 @@ def _hash_layers(fields: _Fields, count: int) -> tuple[int, ...]:
             f"num_hidden_layers={count}"
         )
     for name in types:
-        _expect("mlp_layer_types", name, "hash_moe", "moe")
+        expect("mlp_layer_types", name, "hash_moe", "moe")
     return tuple(i for i, name in enumerate(types) if name == "hash_moe")
 
 
-def _rope(fields: _Fields) -> dict[str, Any]:
+def _rope(fields: Fields) -> dict[str, Any]:
     """The rotary fields of `ModelConfig`, from nested or from flat parameters."""
     head = fields["head_dim"]
     default = fields.get("qk_rope_head_dim", 64) / head
@@ -185,12 +157,12 @@ def _rope(fields: _Fields) -> dict[str, Any]:
         # The official release applies no attention factor, whatever YaRN would say.
         forced = {"attention_factor": 1.0}
     where = "rope_parameters"
-    _expect(f"{where}.main.rope_type", _rope_type(main), "default")
-    kind = _expect(
+    expect(f"{where}.main.rope_type", _rope_type(main), "default")
+    kind = expect(
         f"{where}.compress.rope_type", _rope_type(compress), "default", "yarn"
     )
     dims = [int(head * p.get("partial_rotary_factor", 1.0)) for p in (main, compress)]
-    _expect(f"{where}.compress.partial_rotary_factor (channels)", dims[1], dims[0])
+    expect(f"{where}.compress.partial_rotary_factor (channels)", dims[1], dims[0])
     result = {
         "rope_dims": dims[0],
         "rope_theta": float(main.get("rope_theta", 1e4)),
@@ -198,11 +170,11 @@ def _rope(fields: _Fields) -> dict[str, Any]:
     }
     if kind == "yarn":
         compress = {**forced, **compress}
-        _expect(f"{where}.compress.truncate", compress.get("truncate", True), True)
-        _expect(
+        expect(f"{where}.compress.truncate", compress.get("truncate", True), True)
+        expect(
             f"{where}.compress.attention_factor", compress.get("attention_factor"), 1.0
         )
-        yarn = _Fields({f"{where}.compress.{k}": v for k, v in compress.items()})
+        yarn = Fields({f"{where}.compress.{k}": v for k, v in compress.items()})
         positions = yarn[f"{where}.compress.original_max_position_embeddings"]
         stretch = compress.get("factor")
         if stretch is None:

@@ -3,8 +3,7 @@
 import dataclasses
 import json
 import re
-import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,12 @@ from flax import nnx
 
 from hybrid_attn.config import ModelConfig
 from hybrid_attn.model import Model
-from hybrid_attn.weights import config_deepseek_v4, names_deepseek_v4
+from hybrid_attn.weights import (
+    config_deepseek_v4,
+    config_llama,
+    names_deepseek_v4,
+    names_llama,
+)
 from hybrid_attn.weights.dequantize import dequantize
 from hybrid_attn.weights.files import (
     NAMES,
@@ -25,31 +29,49 @@ from hybrid_attn.weights.files import (
     read_headers,
     write_files,
 )
-from hybrid_attn.weights.mapping import LAYOUTS, Entry, Layout, Piece
+from hybrid_attn.weights.gguf_files import read_gguf
+from hybrid_attn.weights.mapping import LAYOUTS, Entry, Piece, layout_of
 
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """A family of checkpoints: its config.json and its names."""
+    """A family of checkpoints.
+
+    Attributes:
+      from_json, to_json: its config.json.
+      entries: every parameter of a model and the tensors it is made of.
+      ignored: (config) -> patterns of names that are no part of the model.
+    """
 
     from_json: Callable[[dict[str, Any]], ModelConfig]
     to_json: Callable[[ModelConfig], dict[str, Any]]
-    names: types.ModuleType
+    entries: Callable[[ModelConfig], Iterator[Entry]]
+    ignored: Callable[[ModelConfig], tuple[str, ...]]
 
 
 FAMILIES = {
     "deepseek_v4": Family(
-        config_deepseek_v4.from_json, config_deepseek_v4.to_json, names_deepseek_v4
+        config_deepseek_v4.from_json,
+        config_deepseek_v4.to_json,
+        names_deepseek_v4.entries,
+        lambda config: names_deepseek_v4.IGNORED,
+    ),
+    "llama": Family(
+        config_llama.from_json,
+        config_llama.to_json,
+        names_llama.entries,
+        names_llama.ignored,
     ),
 }
 
 
 def load(path: str | Path) -> tuple[ModelConfig, Model]:
-    """Reads a Hugging Face directory: config.json and safetensors, single or sharded.
+    """Reads a Hugging Face directory (DeepSeek-V4, Llama) or a .gguf file (Llama).
 
-    Numbers keep the dtype they are stored in; block-scaled FP8 and FP4 become bfloat16
-    (exact where scales are powers of two). At any time memory holds the model and one
-    tensor.
+    A directory holds config.json and safetensors, single or sharded. Numbers keep the
+    dtype they are stored in; block-scaled FP8 and FP4 become bfloat16 (exact where
+    scales are powers of two), the quantised types of GGUF float32. At any time memory
+    holds the model and one tensor.
 
     Returns:
       (config, model).
@@ -58,11 +80,22 @@ def load(path: str | Path) -> tuple[ModelConfig, Model]:
       ValueError: a config field that is missing or not supported, by name; tensors
         that are missing, too many or of the wrong shape, by name; a damaged file, by
         name.
+      ModuleNotFoundError: a quantised .gguf file without the package `gguf`.
     """
-    directory = Path(path)
-    if not directory.is_dir():
-        raise WeightsError(f"{directory}: expected a directory with config.json")
-    values = _read_json(directory / "config.json")
+    path = Path(path)
+    if path.suffix == ".gguf":
+        fields, stored = read_gguf(path)
+        config = config_llama.from_gguf(fields, stored, str(path))
+        try:
+            model = _read(config, stored, names_llama.gguf_entries, ())
+        except WeightsError as error:
+            raise WeightsError(f"{path}: {error}") from error
+        return config, model
+    if not path.is_dir():
+        raise WeightsError(
+            f"{path}: expected a directory with config.json or a .gguf file"
+        )
+    values = _read_json(path / "config.json")
     family = FAMILIES.get(values.get("model_type", ""))
     if family is None:
         raise WeightsError(
@@ -70,15 +103,24 @@ def load(path: str | Path) -> tuple[ModelConfig, Model]:
             f"{', '.join(FAMILIES)}"
         )
     config = family.from_json(values)
-    stored = read_headers(directory)
+    stored = read_headers(path)
+    return config, _read(config, stored, family.entries, family.ignored(config))
+
+
+def _read(
+    config: ModelConfig,
+    stored: Mapping[str, Stored],
+    entries: Callable[[ModelConfig], Iterator[Entry]],
+    ignored: tuple[str, ...],
+) -> Model:
+    """The model of the stored tensors, read one by one."""
     model = nnx.eval_shape(lambda: Model(config, rngs=nnx.Rngs(0)))
-    sources = _match(list(family.names.entries(config)), model, stored, family)
-    for source in sources:
+    for source in _match(list(entries(config)), model, stored, ignored):
         value = source.read()
         if source.entry.layout == "table" and config.moe is not None:
             _check_table(source.tensors[0].name, value, config.moe.experts)
         _variable(model, source.entry.path).set_value(value)
-    return config, model
+    return model
 
 
 def _check_table(name: str, table, experts: int) -> None:
@@ -94,6 +136,9 @@ def save(
 ) -> None:
     """Writes config.json and safetensors in Hugging Face's names.
 
+    A model with experts or several residual streams is written as DeepSeek-V4, any
+    other as Llama.
+
     Args:
       path: a directory; made if it is not there. Files named model*.safetensors* in it
         are replaced.
@@ -104,10 +149,12 @@ def save(
       ValueError: names the field of the config that no family has.
     """
     directory = Path(path)
-    family = FAMILIES["deepseek_v4"]
+    # Each family says what it lacks; only DeepSeek-V4 has experts and streams.
+    mixed = config.moe is not None or config.hyper is not None
+    family = FAMILIES["deepseek_v4" if mixed else "llama"]
     values = family.to_json(config)
     directory.mkdir(parents=True, exist_ok=True)
-    write_files(directory, _outgoing(family.names.entries(config), model), shard_bytes)
+    write_files(directory, _outgoing(family.entries(config), model), shard_bytes)
     (directory / "config.json").write_text(json.dumps(values, indent=2) + "\n")
 
 
@@ -175,7 +222,7 @@ class _Source:
 
     def read(self):
         """The parameter as a JAX array."""
-        layout = LAYOUTS[self.entry.layout]
+        layout = layout_of(self.entry)
         if self.entry.layout == "table":
             dtype = np.dtype(np.int32)
         else:
@@ -206,7 +253,10 @@ def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
 
 def _match(
-    entries: list[Entry], model: Model, stored: dict[str, Stored], family: Family
+    entries: list[Entry],
+    model: Model,
+    stored: Mapping[str, Stored],
+    ignored: tuple[str, ...],
 ) -> list[_Source]:
     """Finds the tensors of every parameter; everything wrong is one error."""
     sources, missing, shapes, used = [], [], [], set()
@@ -225,7 +275,7 @@ def _match(
 
     for entry in entries:
         shape = tuple(_variable(model, entry.path).shape)
-        layout = LAYOUTS[entry.layout]
+        layout = layout_of(entry)
         whole = any(name in stored for piece in entry.pieces for name in piece)
         apart = (
             bool(entry.experts)
@@ -246,8 +296,7 @@ def _match(
     extra = [
         name
         for name in stored
-        if name not in used
-        and not any(re.search(pattern, name) for pattern in family.names.IGNORED)
+        if name not in used and not any(re.search(pattern, name) for pattern in ignored)
     ]
     problems = [
         f"{what}: {listed(sorted(names))}"
@@ -272,7 +321,7 @@ def _scale_names(name: str) -> Iterator[str]:
 def _outgoing(entries: Iterator[Entry], model: Model) -> Iterator[Outgoing]:
     for entry in entries:
         value = _variable(model, entry.path)[...]
-        layout: Layout = LAYOUTS[entry.layout]
+        layout = layout_of(entry)
         count = len(entry.pieces)
         dtype = np.dtype(np.int64) if entry.layout == "table" else np.dtype(value.dtype)
         if dtype not in NAMES:

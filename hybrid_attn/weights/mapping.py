@@ -5,6 +5,7 @@ file's tensors are arranged in it; all layouts are permutations of numbers.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import numpy as np
@@ -24,12 +25,14 @@ class Entry:
       pieces: the tensors it is made of.
       experts: for stacked experts, the pieces of each one, in the layout "linear",
         where a release keeps them apart.
+      head_dim: channels of a head, for the layouts that permute within heads.
     """
 
     path: str
     layout: str
     pieces: tuple[Piece, ...]
     experts: tuple[tuple[Piece, ...], ...] = ()
+    head_dim: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,11 +43,14 @@ class Layout:
       shape: (parameter's shape, n) -> the shape of a piece in the file.
       place: (parameter, i, n, piece i) -> None; writes the piece into the parameter.
       take: (parameter, i, n) -> piece i as the file has it.
+
+    Those that permute within heads take the keyword ``head_dim`` too; `layout_of`
+    fills it in.
     """
 
     shape: Callable[[Shape, int], Shape]
-    place: Callable[[np.ndarray, int, int, np.ndarray], None]
-    take: Callable[[np.ndarray, int, int], np.ndarray]
+    place: Callable[..., None]
+    take: Callable[..., np.ndarray]
 
 
 def _place_same(whole, i, n, piece):
@@ -58,6 +64,27 @@ def _columns(whole, i, n):
 
 def _place_linear(whole, i, n, piece):
     _columns(whole, i, n)[...] = piece.T
+
+
+# Channel j < h/2 of a half-split head turns with channel j + h/2, channel 2j of an
+# interleaved one with channel 2j + 1.
+def _place_half_split(whole, i, n, piece, *, head_dim):
+    if i:
+        _place_linear(whole, i, n, piece)
+        return
+    halves = piece.T.reshape(len(whole), -1, 2, head_dim // 2)
+    for member in (0, 1):
+        _columns(whole, i, n)[:, member::2] = halves[:, :, member].reshape(
+            len(whole), -1
+        )
+
+
+def _take_half_split(whole, i, n, *, head_dim):
+    columns = _columns(whole, i, n)
+    if i:
+        return columns.T
+    pairs = columns.reshape(len(whole), -1, head_dim // 2, 2)
+    return pairs.swapaxes(2, 3).reshape(columns.shape).T
 
 
 def _place_grouped(whole, i, n, piece):
@@ -81,6 +108,13 @@ LAYOUTS = {
         place=_place_linear,
         take=lambda x, i, n: _columns(x, i, n).T,
     ),
+    # As "linear"; the heads of the first piece (queries, or keys with their values
+    # beside them) turn half-split in files and interleaved here.
+    "half_split": Layout(
+        shape=lambda s, n: (s[1] // n, s[0]),
+        place=_place_half_split,
+        take=_take_half_split,
+    ),
     # Tables of indices, int64 in files.
     "table": Layout(
         shape=lambda s, n: s,
@@ -100,3 +134,15 @@ LAYOUTS = {
         take=lambda x, i, n: np.swapaxes(x, 1, 2),
     ),
 }
+
+
+def layout_of(entry: Entry) -> Layout:
+    """The layout of an entry, with the entry's head where it needs one."""
+    layout = LAYOUTS[entry.layout]
+    if not entry.head_dim:
+        return layout
+    return dataclasses.replace(
+        layout,
+        place=functools.partial(layout.place, head_dim=entry.head_dim),
+        take=functools.partial(layout.take, head_dim=entry.head_dim),
+    )
