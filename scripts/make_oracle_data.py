@@ -1,4 +1,4 @@
-"""Makes tests/data from reference cases of DeepSeek-V4.
+"""Makes tests/data from reference cases.
 
     python scripts/make_oracle_data.py DIRECTORY [--to tests/data] [--cases NAME ...]
 
@@ -6,6 +6,10 @@ DIRECTORY holds a folder for each case: config.json and model.safetensors in Hug
 Face's form, and case.safetensors with what transformers computed in float32 (input_ids,
 logits, hidden.i, topk.i). The copies keep the model, the logits and the chosen sets
 whole, and the hidden states at every `_STRIDE`-th position, in ``positions``.
+
+The case smollm2 has real weights, which stay in the package that holds them: its
+case.safetensors (input_ids, nll, last_logits) and tokens.json are copied, and
+`scripts/add_smollm2_argmax.py` adds what only transformers can tell.
 """
 
 import argparse
@@ -15,7 +19,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-_CASES = ("flash_tiny", "pro_tiny", "short_rates")
+_CASES = ("flash_tiny", "pro_tiny", "short_rates", "smollm2")
 # Odd, so that every phase of the ratios is met.
 _STRIDE = 25
 
@@ -23,6 +27,10 @@ _STRIDE = 25
 def make(source: Path, target: Path) -> int:
     """Copies one case; returns its bytes."""
     target.mkdir(parents=True, exist_ok=True)
+    if not (source / "model.safetensors").exists():
+        for name in ("case.safetensors", "tokens.json"):
+            (target / name).write_bytes((source / name).read_bytes())
+        return sum(path.stat().st_size for path in target.iterdir())
     for name in ("config.json", "model.safetensors"):
         shutil.copyfile(source / name, target / name)
     case = load_file(source / "case.safetensors")
