@@ -113,12 +113,19 @@ def group_rows(rows: Array, last: Array, ratio: int) -> Array:
 
 
 def entry_write(
-    entries: Array, new: Array, first_group: Array, span: Span, ratio: int
+    entries: Array,
+    new: Array,
+    first_group: Array,
+    span: Span,
+    ratio: int,
+    axis: int = 1,
 ) -> Array:
     """Scatters the entries that close in this step; sealed ones stay as they are.
 
     Args:
-      entries: [b, e, ...]; new: [b, g, ...], of groups first_group..first_group+g-1.
+      entries: [b, e, ...], or [b, c, e] with ``axis`` 2.
+      new: [b, g, ...], of groups first_group..first_group+g-1.
+      axis: where the entries lie, 1 or 2.
     """
     group = first_group[:, None] + jnp.arange(new.shape[1], dtype=jnp.int32)
     closes = (group >= (span.length // ratio)[:, None]) & (
@@ -127,10 +134,10 @@ def entry_write(
     closes &= group * ratio >= span.sealed[:, None]
     # Out-of-range indices are dropped; `dynamic_update_slice` would clamp them and
     # overwrite valid entries at the end of the capacity.
-    index = jnp.where(closes, group, entries.shape[1])
-    written = entries.at[_rows(entries.shape[0]), index].set(
-        new.astype(entries.dtype), mode="drop"
-    )
+    index = jnp.where(closes, group, entries.shape[axis])
+    rows = _rows(entries.shape[0])
+    place = entries.at[rows, index] if axis == 1 else entries.at[rows, :, index]
+    written = place.set(new.astype(entries.dtype), mode="drop")
     return _in_place(written)
 
 

@@ -161,9 +161,11 @@ class Compressor(nnx.Module):
 
         return pool(grouped(rows), grouped(scores))
 
-    def append(self, entries: Array, new: Array, first: Array, span: Span) -> Array:
-        """Writes the groups that close into ``entries`` [b, e, ...]."""
-        return entry_write(entries, new, first, span, self.ratio)
+    def append(
+        self, entries: Array, new: Array, first: Array, span: Span, *, axis: int = 1
+    ) -> Array:
+        """Writes the groups that close into ``entries``, which lie along ``axis``."""
+        return entry_write(entries, new, first, span, self.ratio, axis)
 
     def positions(self, first: Array, groups: int, span: Span) -> Array | np.ndarray:
         """int32[b, g]: an entry stands at the first position of its own group."""

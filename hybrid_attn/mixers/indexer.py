@@ -44,7 +44,7 @@ class Indexer(nnx.Module):
     def init_state(
         cls, config: ModelConfig, layer: LayerSpec, spec: CacheSpec, batch: int
     ) -> IndexerState:
-        key = (batch, spec.capacity // layer.ratio, config.index_dim)
+        key = (batch, config.index_dim, spec.capacity // layer.ratio)
         return IndexerState(
             key=jnp.zeros(key, spec.dtypes.index),
             **empty_frontier(layer, spec, batch, config.index_dim),
@@ -60,14 +60,14 @@ class Indexer(nnx.Module):
     def keys(
         self, x: Array, state: IndexerState | None, span
     ) -> tuple[Array, IndexerState | None]:
-        """All index keys after the step, [b, e, c], and the new state."""
+        """All index keys after the step, [b, c, e], and the new state."""
         ring = None if state is None else (state.content, state.score)
         pooled, first, ring = self.compressor(x, ring, span)
         positions = self.compressor.positions(first, pooled.shape[1], span)
         key = rotate(self.norm(pooled), positions, self.rope)
         if state is None or ring is None:
-            return key, None
-        key = self.compressor.append(state.key, key, first, span)
+            return jnp.swapaxes(key, 1, 2), None
+        key = self.compressor.append(state.key, key, first, span, axis=2)
         return key, state.replace(key=key, content=ring[0], score=ring[1])
 
 

@@ -16,13 +16,13 @@ def _host(tree):
 
 
 def map_states(cache: Cache, change) -> Cache:
-    """``change(array, grows)`` for each array of each state; grows: axis 1 does."""
+    """``change(array, axis)`` for each array of each state; axis None: does not grow."""
     layers = []
     for layer in cache.layers:
         states = {
             name: state.replace(
                 **{
-                    field: change(value, field in state.growing)
+                    field: change(value, state.growing.get(field))
                     for field, value in vars(state).items()
                     if value is not None
                 }
@@ -33,16 +33,16 @@ def map_states(cache: Cache, change) -> Cache:
     return cache.replace(layers=tuple(layers))
 
 
-def unused(cache: Cache, shape, grows: bool) -> np.ndarray:
-    """bool[b, axis 1]: the places that, by the counts, hold nothing.
+def unused(cache: Cache, shape, axis: int | None) -> np.ndarray:
+    """bool[b, places of the axis, ring slots for None]: what, by the counts, is empty.
 
     Entries from the closed count on; ring slots that no step from ``floor`` or later
     can ask for (a ring holds what one step reads, and ``undo`` more).
     """
     length, floor = (np.asarray(x)[:, None] for x in (cache.length, cache.floor))
-    place = np.arange(shape[1])
-    if grows:
-        ratio = cache.spec.capacity // shape[1]
+    place = np.arange(shape[axis or 1])
+    if axis:
+        ratio = cache.spec.capacity // shape[axis]
         return place >= length // ratio
     position = length - 1 - (length - 1 - place) % shape[1]
     reach = shape[1] - cache.spec.undo
@@ -52,9 +52,11 @@ def unused(cache: Cache, shape, grows: bool) -> np.ndarray:
 def poison(cache: Cache, value: float = float("nan")) -> Cache:
     """The cache with ``value`` in every place that holds nothing."""
 
-    def change(array, grows):
-        mask = unused(cache, array.shape, grows)
-        mask = mask.reshape(mask.shape + (1,) * (array.ndim - 2))
+    def change(array, axis):
+        mask = unused(cache, array.shape, axis)
+        shape = [1] * array.ndim
+        shape[0], shape[axis or 1] = mask.shape
+        mask = mask.reshape(shape)
         return jnp.where(mask, jnp.asarray(value, array.dtype), array)
 
     return map_states(cache, change)
@@ -182,8 +184,8 @@ def sealed_entries(subject: Subject, check: Checks) -> None:
     """A replay below ``sealed`` writes no entry there, and every entry from there."""
     mark, limit = 7.0, 16
 
-    def marked(array, grows):
-        return jnp.full_like(array, mark) if grows else array
+    def marked(array, axis):
+        return jnp.full_like(array, mark) if axis else array
 
     sealed = jnp.asarray(np.arange(subject.rows) % 2 * limit, jnp.int32)
     cache = map_states(subject.cache(), marked).replace(sealed=sealed)
@@ -191,11 +193,11 @@ def sealed_entries(subject: Subject, check: Checks) -> None:
     _, cache = subject.step(cache, subject.tokens[:, 9:25])
     for layer in cache.layers:
         for state in layer.states.values():
-            for field in state.growing:
+            for field, axis in state.growing.items():
                 array = getattr(state, field)
                 if array is None:
                     continue
-                array = np.asarray(array, np.float32)
+                array = np.moveaxis(np.asarray(array, np.float32), axis, 1)
                 ratio = cache.spec.capacity // array.shape[1]
                 untouched = (array == mark).reshape(*array.shape[:2], -1).all(-1)
                 entry = np.arange(array.shape[1])
@@ -215,8 +217,8 @@ def growing(subject: Subject, check: Checks) -> None:
     small = poison(cache, 0.0)
     large = poison(grown, 0.0)
 
-    def cut(array, grows):
-        return array[:, : array.shape[1] // 2] if grows else array
+    def cut(array, axis):
+        return jnp.split(array, 2, axis)[0] if axis else array
 
     check.same("valid bits", map_states(large, cut).layers, small.layers)
     for field in ("length", "floor", "sealed", "faults"):

@@ -23,18 +23,22 @@ def grow(cache: Cache, capacity: int | None = None) -> Cache:
     block = cache.spec.block_tokens
     new = -(-wanted // block) * block
 
-    def longer(array):
+    def longer(array, axis):
         if array is None:
             return None
-        more = array.shape[1] * new // old - array.shape[1]
-        pad = [(0, 0), (0, more)] + [(0, 0)] * (array.ndim - 2)
+        size = array.shape[axis]
+        pad = [(0, 0)] * array.ndim
+        pad[axis] = (0, size * new // old - size)
         return jnp.pad(array, pad)
 
     layers = []
     for layer in cache.layers:
         states = {
             name: check_state(state).replace(
-                **{field: longer(getattr(state, field)) for field in state.growing}
+                **{
+                    field: longer(getattr(state, field), axis)
+                    for field, axis in state.growing.items()
+                }
             )
             for name, state in layer.states.items()
         }

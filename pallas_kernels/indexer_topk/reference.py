@@ -7,9 +7,9 @@ def reference_scores(query, weight, key) -> np.ndarray:
     """float64[b, t, e]; shapes as `indexer_scores`."""
     query, weight, key = (np.asarray(x, np.float64) for x in (query, weight, key))
     b, t, heads, _ = query.shape
-    out = np.zeros((b, t, key.shape[1]))
-    for row, column, entry, head in np.ndindex(b, t, key.shape[1], heads):
-        product = float(query[row, column, head] @ key[row, entry])
+    out = np.zeros((b, t, key.shape[2]))
+    for row, column, entry, head in np.ndindex(b, t, key.shape[2], heads):
+        product = float(query[row, column, head] @ key[row, :, entry])
         out[row, column, entry] += weight[row, column, head] * max(product, 0.0)
     return out
 

@@ -14,26 +14,16 @@ DECODE_BLOCK = 4096
 def indexer_scores(
     query: Float[Array, "b t i c"],
     weight: Float[Array, "b t i"],
-    key: Float[Array, "b e c"],
+    key: Float[Array, "b c e"],
 ) -> Float[Array, "b t e"]:
     """float32[b, t, e]: Σ_i weight_i · relu(query_i · key).
 
     Args:
-      query: [b, t, i, c]; weight: [b, t, i], scale included; key: [b, e, c].
+      query: [b, t, i, c]; weight: [b, t, i], scale included; key: [b, c, e].
     """
     b, t, heads, dim = query.shape
-    if t == 1:
-        # Decoding: keys on the left, where they lie as they are read. The other way
-        # round every key would be transposed for a handful of columns.
-        products = jnp.einsum(
-            "bec,bic->bei", key.astype(jnp.float32), query[:, 0].astype(jnp.float32)
-        )
-        scores = jnp.einsum(
-            "bei,bi->be", jax.nn.relu(products), weight[:, 0].astype(jnp.float32)
-        )
-        return scores[:, None]
     flat = query.astype(jnp.float32).reshape(b, t * heads, dim)
-    products = jnp.einsum("bxc,bec->bxe", flat, key.astype(jnp.float32))
+    products = jnp.einsum("bxc,bce->bxe", flat, key.astype(jnp.float32))
     products = jax.nn.relu(products).reshape(b, t, heads, -1)
     return jnp.einsum("bti,btie->bte", weight.astype(jnp.float32), products)
 
@@ -42,7 +32,7 @@ def indexer_scores(
 def indexer_topk(
     query: Float[Array, "b t i c"],
     weight: Float[Array, "b t i"],
-    key: Float[Array, "b e c"],
+    key: Float[Array, "b c e"],
     visible: Visible,
     *,
     k: int,
@@ -50,19 +40,19 @@ def indexer_topk(
     """The k best visible entries of each query; ties go to the lowest index.
 
     Args:
-      query: [b, t, i, c]; weight: [b, t, i]; key: [b, e, c]; visible: int32[b, t].
+      query: [b, t, i, c]; weight: [b, t, i]; key: [b, c, e]; visible: int32[b, t].
 
     Returns:
       (index int32[b, t, min(k, e)], -1 where fewer are visible; scores float32 of
       the same shape, -inf there).
     """
-    size = key.shape[1]
+    size = key.shape[2]
     k = min(k, size)
     # Long steps skip what no query sees yet; a single query is done sooner in one go.
     block = DECODE_BLOCK if query.shape[1] == 1 else BLOCK
 
     def masked(keys: Array, first, least) -> tuple[Array, Array]:
-        entry = first + jnp.arange(keys.shape[1], dtype=jnp.int32)
+        entry = first + jnp.arange(keys.shape[2], dtype=jnp.int32)
         # + 0.0 turns -0.0 into +0.0, which top_k would rank below it.
         scores = indexer_scores(query, weight, keys) + 0.0
         mask = (entry >= least) & (entry < visible[..., None])
@@ -76,7 +66,7 @@ def indexer_topk(
     def body(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         index, best = carry
         first = jnp.minimum(i * block, size - block)
-        keys = jax.lax.dynamic_slice_in_dim(key, first, block, axis=1)
+        keys = jax.lax.dynamic_slice_in_dim(key, first, block, axis=2)
         scores, entry = masked(keys, first, i * block)
         # What is kept so far stands first: of equal scores the lowest index wins.
         scores = jnp.concatenate([best, scores], axis=-1)

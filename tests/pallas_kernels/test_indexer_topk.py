@@ -18,7 +18,7 @@ def _check(query, weight, key, visible, k):
     index, best = indexer_topk(*map(jnp.asarray, (query, weight, key, visible)), k=k)
     index, best = np.asarray(index), np.asarray(best)
     want = reference_choice(reference_scores(query, weight, key), visible, k)
-    width = min(k, key.shape[1])
+    width = min(k, key.shape[2])
     assert index.shape == best.shape == (*visible.shape, width)
     np.testing.assert_array_equal(index, want[..., :width])
     assert (want[..., width:] == -1).all()
@@ -30,7 +30,7 @@ def _check(query, weight, key, visible, k):
 @pytest.mark.parametrize(("b", "t", "e", "k"), SHAPES)
 def test_reference(b, t, e, k, block, normal, monkeypatch):
     monkeypatch.setattr(xla, "BLOCK", block)
-    query, weight, key = normal(b, t, 3, 8), normal(b, t, 3), normal(b, e, 8)
+    query, weight, key = normal(b, t, 3, 8), normal(b, t, 3), normal(b, 8, e)
     scores = reference_scores(query, weight, key)
     got = indexer_scores(*map(jnp.asarray, (query, weight, key)))
     np.testing.assert_allclose(np.asarray(got), scores, atol=2e-5)
@@ -47,7 +47,7 @@ def test_ties_go_to_the_lowest_index(block, monkeypatch):
     # Small whole numbers: scores are exact and many are equal.
     query = rng.integers(-1, 2, (3, 4, 2, 3)).astype(np.float32)
     weight = rng.integers(-1, 2, (3, 4, 2)).astype(np.float32)
-    key = rng.integers(-1, 2, (3, 21, 3)).astype(np.float32)
+    key = rng.integers(-1, 2, (3, 3, 21)).astype(np.float32)
     for k in (1, 5, 8):
         index, best = _check(query, weight, key, _visible(3, 4, 21), k)
     equal = best[..., 1:] == best[..., :-1]
@@ -62,11 +62,11 @@ def test_ties_go_to_the_lowest_index(block, monkeypatch):
 @pytest.mark.parametrize("block", [4096, 8])
 def test_poisoned_padding(block, normal, monkeypatch):
     monkeypatch.setattr(xla, "BLOCK", block)
-    query, weight, key = normal(4, 2, 3, 8), normal(4, 2, 3), normal(4, 19, 8)
+    query, weight, key = normal(4, 2, 3, 8), normal(4, 2, 3), normal(4, 8, 19)
     used = np.array([0, 1, 9, 19], np.int32)
     visible = np.stack([used, used // 2], axis=1)
     want = reference_choice(reference_scores(query, weight, key), visible, 4)
-    key[np.arange(19) >= used[:, None]] = np.nan
+    key[np.broadcast_to(np.arange(19) >= used[:, None, None], key.shape)] = np.nan
     index, best = indexer_topk(*map(jnp.asarray, (query, weight, key, visible)), k=4)
     np.testing.assert_array_equal(np.asarray(index), want)
     assert not np.isnan(np.asarray(best)).any()
@@ -76,7 +76,7 @@ def test_all_rows_masked(normal):
     index, best = indexer_topk(
         jnp.asarray(normal(2, 3, 2, 8)),
         jnp.asarray(normal(2, 3, 2)),
-        jnp.full((2, 6, 8), jnp.nan),
+        jnp.full((2, 8, 6), jnp.nan),
         jnp.zeros((2, 3), jnp.int32),
         k=4,
     )
