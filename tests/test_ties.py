@@ -1,6 +1,6 @@
 """Equal scores: the lowest index wins, however the tokens are cut.
 
-The operation alone is tested in tests/pallas_kernels/test_indexer_topk.py.
+Other ties of the operation: tests/pallas_kernels/test_indexer_topk.py.
 """
 
 import jax
@@ -15,9 +15,64 @@ from hybrid_attn.layers.moe import Router
 from hybrid_attn.mixers.sparse import top_k_mask
 from hybrid_attn.testing import small_config, tolerance
 from hybrid_attn.testing.subject import randomise
+from pallas_kernels.indexer_topk import xla
 from pallas_kernels.indexer_topk.reference import reference_choice
+from pallas_kernels.indexer_topk.xla import indexer_topk
 
 ZEROS = (0.0, -0.0)
+# As many entries as channels, so that keys lie alike whichever axis is which.
+ENTRIES = 21
+
+
+@pytest.mark.parametrize("block", [4096, 8])
+@pytest.mark.parametrize("columns", [1, 3])
+@pytest.mark.parametrize("value", [0.0, -0.0, 1.0, -1.0])
+def test_all_scores_equal(value, columns, block, monkeypatch):
+    monkeypatch.setattr(xla, "BLOCK", block)
+    monkeypatch.setattr(xla, "DECODE_BLOCK", block)
+    k = 6
+    query = np.ones((2, columns, 1, ENTRIES), np.float32)
+    weight = np.full((2, columns, 1), np.copysign(0.5, value), np.float32)
+    # relu(query · key) is a multiple of |value|: the score has its sign, zeros too.
+    key = np.full((2, ENTRIES, ENTRIES), abs(value), np.float32)
+    visible = np.full((2, columns), ENTRIES, np.int32)
+    visible[1] = 4
+    index, _ = indexer_topk(*map(jnp.asarray, (query, weight, key, visible)), k=k)
+    index = np.asarray(index)
+    assert (index[0] == np.arange(k)).all()
+    assert (index[1] == [0, 1, 2, 3, -1, -1]).all()
+
+
+@pytest.mark.parametrize("block", [4096, 8])
+@pytest.mark.xfail(
+    strict=True,
+    reason="compiled, XLA drops the `+ 0.0` of indexer_topk, and top_k ranks -0.0 "
+    "below +0.0; jnp.where(scores == 0, 0.0, scores) survives",
+)
+def test_zeros_of_both_signs_are_equal(block, monkeypatch):
+    """A score of -0.0 before +0.0, and between a better and a worse one."""
+
+    def scores_of(query, weight, key):
+        return jnp.max(key, axis=1 if key.shape[1] == ENTRIES else 2)[:, None]
+
+    monkeypatch.setattr(xla, "BLOCK", block)
+    monkeypatch.setattr(xla, "DECODE_BLOCK", block)
+    monkeypatch.setattr(xla, "indexer_scores", scores_of)
+    choose = jax.jit(indexer_topk, static_argnames="k")
+    rng = np.random.default_rng(0)
+    for turn in range(20):
+        scores = rng.choice([0.0, -0.0, -0.0, 1.0, -1.0], ENTRIES).astype(np.float32)
+        key = np.full((1, ENTRIES, ENTRIES), -np.inf, np.float32)
+        key[0, range(ENTRIES), range(ENTRIES)] = scores
+        index, _ = choose(
+            jnp.zeros((1, 1, 1, ENTRIES)),
+            jnp.zeros((1, 1, 1)),
+            jnp.asarray(key),
+            jnp.full((1, 1), ENTRIES, jnp.int32),
+            k=9,
+        )
+        want = reference_choice(scores[None, None], np.full((1, 1), ENTRIES), 9)
+        assert (np.asarray(index) == want).all(), turn
 
 
 def test_training_mask():
