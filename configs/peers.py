@@ -2,7 +2,7 @@
 
     python -m experiments.peers --workdir=runs/peers
 
-About four minutes on two idle CPU cores, besides making the PyTorch environment at
+About six minutes on two idle CPU cores, besides making the PyTorch environment at
 first use. Writes peers.prefill_ratio_8k, peers.decode_ratio_8k and the figures that
 they are made of to summary.json.
 """

@@ -44,11 +44,6 @@ def test_all_scores_equal(value, columns, block, monkeypatch):
 
 
 @pytest.mark.parametrize("block", [4096, 8])
-@pytest.mark.xfail(
-    strict=True,
-    reason="compiled, XLA drops the `+ 0.0` of indexer_topk, and top_k ranks -0.0 "
-    "below +0.0; jnp.where(scores == 0, 0.0, scores) survives",
-)
 def test_zeros_of_both_signs_are_equal(block, monkeypatch):
     """A score of -0.0 before +0.0, and between a better and a worse one."""
 

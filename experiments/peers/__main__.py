@@ -33,6 +33,7 @@ _TORCH_ENV = flags.DEFINE_string(
 # Expected seconds on two cores; they only shape the progress bar.
 _STAGES = {"environment": 5.0, "transformers": 110.0, "hybrid_attn": 45.0}
 _CONTROL = "transformers_one_stream"
+_FULL = "hybrid_attn_full_block"
 
 
 def _environment(say: Callable[[str], None]) -> Path:
@@ -41,17 +42,19 @@ def _environment(say: Callable[[str], None]) -> Path:
     return environment.ensure(directory, own=named is None, say=say)
 
 
-def _request(config: Config, hyper_connections: bool) -> dict:
+def _request(config: Config, hyper_connections: bool, export: Path) -> dict:
     cases = [*config.cases(config.transformers), config.chunked_case()]
     if not hyper_connections:
         # The minute of the longest single forward says nothing about the streams.
         del cases[-2]
-    return {
+    request = {
         "model": torch_model_fields(config.model(), config.experts, hyper_connections),
         "threads": os.cpu_count(),
         "seed": 0,
         "cases": cases,
     }
+    # The weights and tokens that our full block then reads.
+    return {**request, "export": str(export)} if hyper_connections else request
 
 
 def _measured(measure: Callable[[], dict]) -> dict:
@@ -71,7 +74,7 @@ def _measured(measure: Callable[[], dict]) -> dict:
 
 def main(config: Config, workdir: runner.Workdir) -> None:
     """Measures what is not measured yet, then writes the summary and the report."""
-    stages = dict(_STAGES)
+    stages = {**_STAGES, _FULL: 60.0}
     if config.hyper_connection_control:
         stages[_CONTROL] = 25.0
     try:
@@ -91,11 +94,12 @@ def _measure_all(
 ) -> dict[str, dict]:
     # Never two at a time: both sides use every core.
     sides: dict[str, Callable[[Path | None], dict]] = {}
+    exported = workdir.file("checkpoints/transformers/model").parent
 
     def theirs(name: str, hyper_connections: bool):
         return lambda python: peer.measure(
             python,
-            _request(config, hyper_connections),
+            _request(config, hyper_connections, exported),
             progress.say,
             lambda seconds: progress.update(min(0.99, seconds / stages[name])),
         )
@@ -108,8 +112,16 @@ def _measure_all(
         config.cases(config.hybrid_attn),
         lambda line: progress.say(f"hybrid_attn: {line}"),
     )
+    sides[_FULL] = lambda _: ours.measure(
+        config.model(),
+        config.cases(config.hybrid_attn),
+        lambda line: progress.say(f"hybrid_attn, full block: {line}"),
+        exported,
+    )
     python = None
-    if all(workdir.is_done(name) for name in sides if name != "hybrid_attn"):
+    if all(
+        workdir.is_done(name) for name in sides if not name.startswith("hybrid_attn")
+    ):
         progress.skip("environment")
     else:
         progress.start("environment")

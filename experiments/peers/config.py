@@ -15,9 +15,13 @@ class Repeats:
     prefill_longest: int = 3
     decode_warmup: int = 8
     decode_steps: int = 64
+    # Calls of `ha.generate`, and the tokens of each; only ours.
+    generate: int = 3
+    generate_tokens: int = 256
 
     def __post_init__(self):
-        if min(self.prefill, self.prefill_longest, self.decode_steps) < 1:
+        counts = (self.prefill, self.prefill_longest, self.decode_steps)
+        if min(*counts, self.generate, self.generate_tokens) < 1:
             raise ValueError(f"{self}: expected at least one of each")
 
 
@@ -65,6 +69,8 @@ class Config:
                 else repeats.prefill,
                 "decode_warmup": repeats.decode_warmup,
                 "decode_steps": repeats.decode_steps,
+                "generate_repeats": repeats.generate,
+                "generate_tokens": repeats.generate_tokens,
             }
             for context in self.contexts
         ]

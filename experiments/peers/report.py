@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 from experiments.peers.config import Config, Repeats, label
-from experiments.peers.ours import BURST
 from experiments.peers.sizes import ACTIVE_LIMIT, feed_forward_parameters
 
 BUSY = 0.05
@@ -17,7 +16,10 @@ TABLE = (
     "transformers",
     "hybrid_attn",
     "times faster",
+    "full block",
+    "times faster",
 )
+FULL = "hybrid_attn_full_block"
 
 
 def _cases(answer: Mapping[str, Any]) -> dict[str, dict]:
@@ -31,7 +33,7 @@ def ratios(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, floa
         "decode": theirs["decode_ms_per_token"] / ours["decode_ms_per_token"],
         "one_thread": theirs["one_thread_decode_ms_per_token"]
         / ours["decode_ms_per_token"],
-        "fastest_step": min(theirs["decode_s"]) / min(ours["decode_s"]),
+        "stepwise": theirs["decode_ms_per_token"] / ours["step_ms_per_token"],
     }
 
 
@@ -40,33 +42,46 @@ def summarise(config: Config, results: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         config: what was asked.
-        results: answers of `transformers`, `hybrid_attn` and, where it was asked for,
+        results: answers of `transformers`, `hybrid_attn`, `hybrid_attn_full_block`
+            (the peer's own weights) and, where it was asked for,
             `transformers_one_stream`.
     """
     summary: dict[str, Any] = {}
     theirs = _cases(results["transformers"])
     ours = _cases(results["hybrid_attn"])
+    full = _cases(results[FULL])
     for context in config.contexts:
         name = label(context)
         ratio = ratios(ours[name], theirs[name])
         summary |= {
             f"prefill_ratio_{name}": ratio["prefill"],
             f"decode_ratio_{name}": ratio["decode"],
-            f"decode_ratio_{name}_fastest_step": ratio["fastest_step"],
+            f"decode_ratio_{name}_stepwise": ratio["stepwise"],
             f"decode_ratio_{name}_one_thread": ratio["one_thread"],
             f"transformers_one_thread_decode_ms_per_token_{name}": theirs[name][
                 "one_thread_decode_ms_per_token"
             ],
         }
-        for side, cases in (("transformers", theirs), ("hybrid_attn", ours)):
+        ratio = ratios(full[name], theirs[name])
+        summary |= {
+            f"full_block_prefill_ratio_{name}": ratio["prefill"],
+            f"full_block_decode_ratio_{name}": ratio["decode"],
+            f"full_block_decode_ratio_{name}_stepwise": ratio["stepwise"],
+            f"full_block_logit_difference_{name}": full[name]["logit_difference"],
+        }
+        for side, cases in (
+            ("transformers", theirs),
+            ("hybrid_attn", ours),
+            (FULL, full),
+        ):
             case = cases[name]
             summary[f"{side}_prefill_tokens_per_s_{name}"] = case[
                 "prefill_tokens_per_s"
             ]
             summary[f"{side}_decode_ms_per_token_{name}"] = case["decode_ms_per_token"]
-            summary[f"{side}_decode_ms_fastest_step_{name}"] = 1e3 * min(
-                case["decode_s"]
-            )
+            summary[f"{side}_decode_ms_fastest_{name}"] = 1e3 * min(case["decode_s"])
+            if "step_ms_per_token" in case:
+                summary[f"{side}_step_ms_per_token_{name}"] = case["step_ms_per_token"]
     longest = label(config.contexts[-1])
     chunked = theirs[f"{longest}_chunked"]
     ratio = ratios(ours[longest], chunked)
@@ -110,16 +125,21 @@ def table_rows(config: Config, summary: Mapping[str, Any]) -> list[tuple[str, ..
             ("prefill", "prefill_tokens_per_s", "tokens/s"),
             ("decode", "decode_ms_per_token", "ms/token"),
         ):
-            theirs = summary[f"peers.transformers_{key}_{name}"]
-            ours = summary[f"peers.hybrid_attn_{key}_{name}"]
+            sides = ("transformers", "hybrid_attn", FULL)
+            theirs, ours, full = (
+                _number(summary[f"peers.{side}_{key}_{name}"]) for side in sides
+            )
             ratio = summary[f"peers.{what}_ratio_{name}"]
+            full_ratio = summary[f"peers.full_block_{what}_ratio_{name}"]
             rows.append(
                 (
                     name,
                     f"{what}, {unit}",
-                    _number(theirs),
-                    _number(ours),
+                    theirs,
+                    ours,
                     f"{ratio:.3g}",
+                    full,
+                    f"{full_ratio:.3g}",
                 )
             )
     return rows
@@ -176,7 +196,12 @@ def size_lines(config: Config, results: Mapping[str, Any]) -> list[str]:
         for suffix in ("", "_without_embeddings")
         for kind in ("total", "active")
     ]
-    for side, counts in (("transformers", theirs), ("hybrid_attn", ours)):
+    full = results[FULL]["parameters"]
+    for side, counts in (
+        ("transformers", theirs),
+        ("hybrid_attn", ours),
+        ("hybrid_attn, full block", full),
+    ):
         cells = " | ".join(f"{counts[key]:,}" for key in keys)
         lines.append(f"| {side} | {cells} |")
     return lines
@@ -196,6 +221,8 @@ def markdown(
     def of(key: str) -> float:
         return summary[f"peers.{key}"]
 
+    names = [label(context) for context in config.contexts]
+    difference = max(of(f"full_block_logit_difference_{name}") for name in names)
     rows = ["| " + " | ".join(row) + " |" for row in table_rows(config, summary)]
     chunk = f"_{longest}_chunked"
     lines = [
@@ -214,7 +241,7 @@ def markdown(
         *[f"**Caution:** {doubt}." for doubt in doubts(results)],
         "",
         "| " + " | ".join(TABLE) + " |",
-        "|---|---|---:|---:|---:|",
+        "|---|---|---:|---:|---:|---:|---:|",
         *rows,
         "",
         "Prefill, from an empty cache to the last token's logits: transformers in one"
@@ -222,11 +249,19 @@ def markdown(
         f" `ha.prefill(logits='last')`, whose grid has blocks of"
         f" {results['hybrid_attn']['block_tokens']} tokens; medians of"
         f" {_counts(config.transformers)} and {_counts(config.hybrid_attn)} runs."
-        " Decode: median of"
-        f" {config.transformers.decode_steps} and {config.hybrid_attn.decode_steps}"
-        " single greedy steps on that cache, through `forward` and through"
-        f" `ha.compile_step`, ours waited for once in {BURST} tokens. Compilation is"
-        " not counted.",
+        " Decode, greedy, on that cache: transformers the median of"
+        f" {config.transformers.decode_steps} calls of `forward`, ours through"
+        f" `ha.generate`, the median of {config.hybrid_attn.generate} calls divided by"
+        f" their {config.hybrid_attn.generate_tokens} tokens. Compilation is not"
+        " counted.",
+        "",
+        "hybrid_attn has the same attention and a dense feed-forward of the same active"
+        " width. Full block is the peer's own model, with hyper-connections and"
+        " experts, its weights read by `ha.weights.load`; it reads the peer's tokens,"
+        " and its last logits differ from the peer's by at most"
+        f" {difference:.2g},"
+        " the largest being"
+        f" {of(f'transformers_largest_logit_{longest}'):.2g}.",
         "",
         "## Beside the headline",
         "",
@@ -238,10 +273,12 @@ def markdown(
         f" {of(f'decode_ratio{chunk}'):.3g}). Its logits then differ from the single"
         f" forward's by {of(f'transformers_chunked_logit_difference_{longest}'):.2g},"
         f" the largest being {of(f'transformers_largest_logit_{longest}'):.2g}.",
-        f"- The fastest decode step of each side (ours a mean of {BURST}), which a busy"
-        f" machine touches less: {_fastest(summary, longest)} at {longest},"
-        f" {_fastest(summary, label(config.contexts[0]))} at"
-        f" {label(config.contexts[0])}.",
+        "- Ours token by token through `ha.compile_step`, each waited for by the host"
+        f" ({config.hybrid_attn.decode_steps} of them):"
+        f" {of(f'hybrid_attn_step_ms_per_token_{longest}'):.3g} ms/token at {longest}"
+        f" (ratio {of(f'decode_ratio_{longest}_stepwise'):.3g}), full block"
+        f" {of(f'{FULL}_step_ms_per_token_{longest}'):.3g} (ratio"
+        f" {of(f'full_block_decode_ratio_{longest}_stepwise'):.3g}).",
         "- The peer decoding with one thread:"
         f" {of(f'transformers_one_thread_decode_ms_per_token_{longest}'):.3g} ms/token"
         f" at {longest}, our ratio to that"
@@ -252,7 +289,8 @@ def markdown(
         control = "transformers_one_stream"
         lines.append(
             "- DeepSeek-V4 has hyper-connections (four residual streams), our model"
-            " has one stream. The peer with one stream and one Sinkhorn iteration:"
+            " with the dense feed-forward has one. The peer with one stream and one"
+            " Sinkhorn iteration:"
             f" {of(f'{control}_prefill_tokens_per_s_{name}'):,.0f} tokens/s and"
             f" {of(f'{control}_decode_ms_per_token_{name}'):.3g} ms/token at {name},"
             f" {of(f'{control}_decode_ms_per_token{chunk}'):.3g} ms/token at {longest}"
@@ -276,17 +314,8 @@ def markdown(
     return "\n".join(lines)
 
 
-def _fastest(summary: Mapping[str, Any], name: str) -> str:
-    theirs, ours = (
-        summary[f"peers.{side}_decode_ms_fastest_step_{name}"]
-        for side in ("transformers", "hybrid_attn")
-    )
-    ratio = summary[f"peers.decode_ratio_{name}_fastest_step"]
-    return f"{theirs:.3g} ms and {ours:.3g} ms (ratio {ratio:.3g})"
-
-
 def draw(config: Config, summary: Mapping[str, Any], path: Path) -> None:
-    """Draws the four pairs of figures, from summary.json's values alone."""
+    """Draws the figures of every side, from summary.json's values alone."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -298,15 +327,16 @@ def draw(config: Config, summary: Mapping[str, Any], path: Path) -> None:
         (axes[0], "prefill_tokens_per_s", "prefill, tokens/s (more is better)"),
         (axes[1], "decode_ms_per_token", "decode, ms/token (less is better)"),
     ):
-        for offset, side in ((-0.2, "transformers"), (0.2, "hybrid_attn")):
+        sides = ("transformers", "hybrid_attn", FULL)
+        for offset, side in zip((-0.28, 0.0, 0.28), sides, strict=True):
             values = [summary[f"peers.{side}_{key}_{name}"] for name in names]
             places = [index + offset for index in range(len(names))]
-            bars = axis.bar(places, values, width=0.38, label=side)
-            axis.bar_label(bars, labels=list(map(_number, values)), fontsize=8)
+            bars = axis.bar(places, values, width=0.26, label=side)
+            axis.bar_label(bars, labels=list(map(_number, values)), fontsize=7)
         axis.set_xticks(range(len(names)), [f"{name} context" for name in names])
         axis.margins(y=0.15)
         axis.set_title(title, fontsize=10)
     handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=2, fontsize=8)
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=8)
     figure.savefig(path, dpi=130)
     plt.close(figure)

@@ -7,7 +7,11 @@ writes progress to standard error and one JSON object to standard output:
 
     {"model": {...DeepseekV4Config fields...}, "threads": 2, "seed": 0,
      "cases": [{"name": "8k", "context": 8192, "prefill_repeats": 1,
-                "chunk": null, "decode_warmup": 3, "decode_steps": 16}]}
+                "chunk": null, "decode_warmup": 3, "decode_steps": 16}],
+     "export": "DIR"}
+
+With "export", the weights go to DIR/model and the tokens and last logits of each
+context's first prefill to DIR/reference-<context>.safetensors.
 
 A case is one prefill of `context` tokens (a single forward, or forwards of
 `chunk` tokens each) followed by decoding one token at a time on that cache. The
@@ -110,7 +114,20 @@ def decode(model, logits, cache, case):
     return logits, seconds
 
 
-def run_case(model, case, seed, references):
+def export_model(model, directory):
+    """Write the weights in Hugging Face form to `directory`/model."""
+    model.save_pretrained(os.path.join(directory, "model"))
+
+
+def export_reference(tokens, logits, directory):
+    """Write what a prefill read and the last logits that it gave."""
+    from safetensors.torch import save_file
+
+    path = os.path.join(directory, f"reference-{tokens.shape[1]}.safetensors")
+    save_file({"tokens": tokens, "logits": logits[:, -1].contiguous()}, path)
+
+
+def run_case(model, case, seed, references, export=None):
     """Time one context length.
 
     Args:
@@ -119,6 +136,7 @@ def run_case(model, case, seed, references):
         seed: seed of the tokens.
         references: dict from context to the first prefill's last logits; filled
             here, and compared with.
+        export: directory for `export_reference`, or None.
 
     Returns:
         Dict with the prefill times, the decode times and the derived figures.
@@ -145,6 +163,8 @@ def run_case(model, case, seed, references):
             f" tokens (chunks of {chunk}): {prefill_s[-1]:.2f} s"
         )
     assert logits is not None
+    if export and context not in references:
+        export_reference(tokens, logits, export)
     reference = references.setdefault(context, logits)
     difference = float((logits - reference).abs().max())
     logits, decode_s = decode(model, logits, cache, case)
@@ -214,7 +234,12 @@ def main():
             references={},
         )
         references = {}
-        cases = [run_case(model, case, 2, references) for case in request["cases"]]
+        export = request.get("export")
+        if export:
+            export_model(model, export)
+        cases = [
+            run_case(model, case, 2, references, export) for case in request["cases"]
+        ]
     result = {
         "cases": cases,
         "parameters": counts,

@@ -62,7 +62,7 @@ class SparseMixer(CompressedMixer):
 
     def _train(self, query, key, value, index_query, weight, index_key, seen, dense):
         """Masked form: all scores are needed for the loss, so nothing is gathered."""
-        scores = indexer_scores(index_query, weight, index_key) + 0.0
+        scores = indexer_scores(index_query, weight, index_key)
         chosen = top_k_mask(scores, seen, self.layer.top_k)
         if dense is not None:
             chosen = chosen | (seen & dense)

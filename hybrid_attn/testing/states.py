@@ -16,7 +16,7 @@ def _host(tree):
 
 
 def map_states(cache: Cache, change) -> Cache:
-    """``change(array, axis)`` for each array of each state; axis None: does not grow."""
+    """``change(array, axis)`` of each array of each state; axis None: does not grow."""
     layers = []
     for layer in cache.layers:
         states = {

@@ -53,8 +53,9 @@ def indexer_topk(
 
     def masked(keys: Array, first, least) -> tuple[Array, Array]:
         entry = first + jnp.arange(keys.shape[2], dtype=jnp.int32)
-        # + 0.0 turns -0.0 into +0.0, which top_k would rank below it.
-        scores = indexer_scores(query, weight, keys) + 0.0
+        scores = indexer_scores(query, weight, keys)
+        # top_k would rank -0.0 below +0.0 (and XLA drops an addition of 0.0).
+        scores = jnp.where(scores == 0, 0.0, scores)
         mask = (entry >= least) & (entry < visible[..., None])
         return jnp.where(mask, scores, -jnp.inf), entry
 

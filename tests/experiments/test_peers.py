@@ -202,6 +202,8 @@ def case(context: int, speed: float, milliseconds: float, suffix: str = "") -> d
         "prefill_tokens_per_s": speed,
         "decode_ms_per_token": milliseconds,
         "one_thread_decode_ms_per_token": milliseconds / 2,
+        "step_ms_per_token": milliseconds * 2,
+        "logit_difference": 1e-6,
         "decode_s": [milliseconds * 1e-3, milliseconds * 0.5e-3, milliseconds * 2e-3],
         "difference_from_first": 1e-6,
         "largest_logit": 2.0,
@@ -233,6 +235,7 @@ def results():
         "transformers": answer(*theirs, chunked),
         "transformers_one_stream": answer(theirs[0], chunked),
         "hybrid_attn": answer(case(1024, 5000.0, 3.0), case(8192, 4000.0, 2.0)),
+        report.FULL: answer(case(1024, 2000.0, 6.0), case(8192, 2500.0, 5.0)),
     }
 
 
@@ -240,10 +243,13 @@ def test_ratios_say_how_many_times_faster_ours_is(results):
     summary = report.summarise(Config(), results)
     assert summary["peers.prefill_ratio_8k"] == pytest.approx(40.0)
     assert summary["peers.decode_ratio_8k"] == pytest.approx(20.0)
-    assert summary["peers.decode_ratio_8k_fastest_step"] == pytest.approx(20.0)
+    assert summary["peers.decode_ratio_8k_stepwise"] == pytest.approx(10.0)
+    assert summary["peers.full_block_prefill_ratio_8k"] == pytest.approx(25.0)
+    assert summary["peers.full_block_decode_ratio_8k"] == pytest.approx(8.0)
+    assert summary["peers.full_block_logit_difference_1k"] == 1e-6
     assert summary["peers.decode_ratio_8k_one_thread"] == pytest.approx(10.0)
     assert summary["peers.machine_was_idle"] is True
-    assert summary["peers.transformers_decode_ms_fastest_step_8k"] == 20.0
+    assert summary["peers.transformers_decode_ms_fastest_8k"] == 20.0
     assert summary["peers.prefill_ratio_1k"] == pytest.approx(5.0)
     assert summary["peers.decode_ratio_1k"] == pytest.approx(10.0)
     assert summary["peers.prefill_ratio_8k_chunked"] == pytest.approx(5.0)
@@ -256,7 +262,7 @@ def test_report_names_its_doubts(results):
     environment_ = {"cpu_count": 2, "platform": "Linux"}
     summary = report.summarise(config, results)
     quiet = report.markdown(config, results, summary, environment_, "command")
-    assert "| 8k | prefill, tokens/s | 100 | 4,000 | 40 |" in quiet
+    assert "| 8k | prefill, tokens/s | 100 | 4,000 | 40 | 2,500 | 25 |" in quiet
     assert "Caution" not in quiet
     results["transformers"]["other_load"] = 0.5
     busy = report.markdown(config, results, summary, environment_, "command")
