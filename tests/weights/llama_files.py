@@ -1,9 +1,13 @@
 """Writes GGUF files of small Llama models with the package gguf, for tests."""
 
+import json
 from pathlib import Path
 
 import gguf
 import numpy as np
+import tokenizers
+from tokenizers import decoders, pre_tokenizers
+from tokenizers.models import BPE
 
 NAMES = {
     "model.embed_tokens": "token_embd",
@@ -101,3 +105,36 @@ def of_case(config: dict, tensors: dict) -> dict:
             value = interleaved(value, config["num_key_value_heads"])
         out[gguf_name(name)] = value
     return out
+
+
+def byte_level(texts: list[str], size: int = 600) -> tuple[tokenizers.Tokenizer, dict]:
+    """A byte-level BPE as the package builds it, and its vocabulary and merges."""
+    built = tokenizers.Tokenizer(BPE())
+    built.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
+    built.decoder = decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=["<|end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    built.train_from_iterator(texts, trainer)
+    return built, json.loads(built.to_str())["model"]
+
+
+def tokenizer_fields(model: dict) -> dict:
+    """The metadata that describes such a tokenizer."""
+    order = sorted(model["vocab"], key=model["vocab"].get)
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "smollm",
+        "tokenizer.ggml.tokens": order,
+        "tokenizer.ggml.token_type": [3 if t == "<|end|>" else 1 for t in order],
+        "tokenizer.ggml.merges": [" ".join(pair) for pair in model["merges"]],
+        "tokenizer.ggml.bos_token_id": 0,
+    }

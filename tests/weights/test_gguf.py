@@ -8,15 +8,18 @@ import gguf
 import jax
 import numpy as np
 import pytest
-import tokenizers
 from flax import nnx
 from safetensors.numpy import load_file
-from tokenizers import decoders, pre_tokenizers
-from tokenizers.models import BPE
 
 import hybrid_attn as ha
 from hybrid_attn.weights.gguf_files import Quantized, read_gguf
-from tests.weights.llama_files import metadata, of_case, write
+from tests.weights.llama_files import (
+    byte_level,
+    metadata,
+    of_case,
+    tokenizer_fields,
+    write,
+)
 
 DATA = Path(__file__).parent.parent / "data"
 CASES = ("llama_tiny", "llama_tied")
@@ -245,36 +248,8 @@ TEXT = "def f(x1234):\n    return x1234 + 5  # it's\t naïve\r\n\n\n  日本 42n
 
 @pytest.fixture(scope="module")
 def trained():
-    """A byte-level BPE as the package builds it, and its vocabulary."""
-    built = tokenizers.Tokenizer(BPE())
-    built.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False),
-        ]
-    )
-    built.decoder = decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=600,
-        special_tokens=["<|end|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
     source = Path(json.__file__).read_text()
-    built.train_from_iterator([source, TEXT * 3], trainer)
-    return built, json.loads(built.to_str())["model"]
-
-
-def tokenizer_fields(model) -> dict:
-    order = sorted(model["vocab"], key=model["vocab"].get)
-    return {
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": "smollm",
-        "tokenizer.ggml.tokens": order,
-        "tokenizer.ggml.token_type": [3 if t == "<|end|>" else 1 for t in order],
-        "tokenizer.ggml.merges": [" ".join(pair) for pair in model["merges"]],
-        "tokenizer.ggml.bos_token_id": 0,
-    }
+    return byte_level([source, TEXT * 3])
 
 
 def test_tokenizer(trained, tmp_path):
