@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 from hybrid_attn.cache.states import Cache
 from hybrid_attn.model import Model
 from hybrid_attn.samplers import Sampler, greedy
-from hybrid_attn.step import bucket, flatten, prefill, pure_step, unflatten
+from hybrid_attn.step import bucket, flatten, prefill, pure_step, step, unflatten
 
 
 def generate(
@@ -68,7 +68,10 @@ def generate(
         )
     key = jax.random.key(0) if key is None else key
     rows = jnp.arange(b) if row_ids is None else jnp.asarray(row_ids)
-    logits, cache = prefill(model, cache, tokens, lengths, logits="last")
+    # One token each is a decoding step: going on from an earlier call's last sample
+    # then gives the bits of one longer call.
+    first = step if t == 1 else prefill
+    logits, cache = first(model, cache, tokens, lengths, logits="last")
     graph, leaves = flatten(model)
     out, counts, cache = _decode(
         graph,

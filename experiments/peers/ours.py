@@ -14,6 +14,7 @@ from flax import nnx
 from safetensors.numpy import load_file
 
 import hybrid_attn as ha
+from experiments.peers.torch_side import SHORT
 
 
 def count_parameters(model: ha.Model) -> dict[str, int]:
@@ -128,6 +129,14 @@ def run_case(
     return result
 
 
+def _difference(model: ha.Model, reference: dict[str, np.ndarray]) -> float:
+    """Largest difference of the last token's logits after one prefill."""
+    tokens = reference["tokens"].astype(np.int32)
+    cache = ha.init_cache(model.config, batch=1, capacity=tokens.shape[1])
+    logits, _ = ha.prefill(model, cache, tokens, logits="last")
+    return float(np.abs(np.asarray(logits) - reference["logits"]).max())
+
+
 def measure(
     config: ha.ModelConfig,
     cases: Sequence[dict],
@@ -147,6 +156,7 @@ def measure(
         Dict of the same form as the peer's answer.
     """
     references: dict[int, dict[str, np.ndarray]] = {}
+    short = None
     if exported is None:
         model = ha.Model(config, rngs=nnx.Rngs(0))
     else:
@@ -154,6 +164,7 @@ def measure(
         for case in cases:
             path = exported / f"reference-{case['context']}.safetensors"
             references[case["context"]] = load_file(path)
+        short = load_file(exported / f"reference-{SHORT}.safetensors")
     counts = count_parameters(model)
     say(
         f"model: {counts['parameters_total'] / 1e6:.2f}M parameters,"
@@ -165,6 +176,7 @@ def measure(
             for case in cases
         ],
         "parameters": counts,
+        "short_logit_difference": None if short is None else _difference(model, short),
         "block_tokens": ha.init_cache(config, batch=1, capacity=1).spec.block_tokens,
         "device": jax.devices()[0].device_kind,
         "versions": {

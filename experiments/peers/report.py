@@ -6,6 +6,7 @@ from typing import Any
 
 from experiments.peers.config import Config, Repeats, label
 from experiments.peers.sizes import ACTIVE_LIMIT, feed_forward_parameters
+from experiments.peers.torch_side import SHORT
 
 BUSY = 0.05
 """Share of the cores in other hands above which the report doubts its figures."""
@@ -99,6 +100,9 @@ def summarise(config: Config, results: Mapping[str, Any]) -> dict[str, Any]:
         ],
         f"transformers_largest_logit_{longest}": chunked["largest_logit"],
     }
+    summary[f"full_block_logit_difference_{SHORT}"] = results[FULL][
+        "short_logit_difference"
+    ]
     if "transformers_one_stream" in results:
         for name, case in _cases(results["transformers_one_stream"]).items():
             for key in ("prefill_tokens_per_s", "decode_ms_per_token"):
@@ -257,11 +261,15 @@ def markdown(
         "",
         "hybrid_attn has the same attention and a dense feed-forward of the same active"
         " width. Full block is the peer's own model, with hyper-connections and"
-        " experts, its weights read by `ha.weights.load`; it reads the peer's tokens,"
-        " and its last logits differ from the peer's by at most"
-        f" {difference:.2g},"
-        " the largest being"
-        f" {of(f'transformers_largest_logit_{longest}'):.2g}.",
+        " experts, its weights read by `ha.weights.load`; it reads the peer's tokens."
+        f" After {SHORT} of them its last logits differ from the peer's by at most"
+        f" {of(f'full_block_logit_difference_{SHORT}'):.2g}, at the contexts of the"
+        f" table by {difference:.2g}, the largest being"
+        f" {of(f'transformers_largest_logit_{longest}'):.2g}. Random weights make near"
+        " ties among experts and entries, which rounding decides otherwise now and"
+        " then: the peer's own logits change by"
+        f" {of(f'transformers_chunked_logit_difference_{longest}'):.2g} when its"
+        " prompt is cut into pieces.",
         "",
         "## Beside the headline",
         "",

@@ -11,7 +11,7 @@ writes progress to standard error and one JSON object to standard output:
      "export": "DIR"}
 
 With "export", the weights go to DIR/model and the tokens and last logits of each
-context's first prefill to DIR/reference-<context>.safetensors.
+context's first prefill, the warm-up's included, to DIR/reference-<context>.safetensors.
 
 A case is one prefill of `context` tokens (a single forward, or forwards of
 `chunk` tokens each) followed by decoding one token at a time on that cache. The
@@ -28,6 +28,9 @@ import platform
 import statistics
 import sys
 import time
+
+# Tokens of the warm-up prompt, whose logits are compared as well.
+SHORT = 256
 
 
 def log(message):
@@ -221,22 +224,23 @@ def main():
     with torch.inference_mode():
         # Allocator, thread pool and kernel selection warm up on a short prompt.
         log("warm-up")
+        export = request.get("export")
+        if export:
+            export_model(model, export)
         run_case(
             model,
             {
                 "name": "warm-up",
-                "context": 256,
+                "context": SHORT,
                 "prefill_repeats": 1,
                 "decode_warmup": 0,
                 "decode_steps": 2,
             },
             seed=1,
             references={},
+            export=export,
         )
         references = {}
-        export = request.get("export")
-        if export:
-            export_model(model, export)
         cases = [
             run_case(model, case, 2, references, export) for case in request["cases"]
         ]

@@ -222,6 +222,7 @@ def answer(*cases: dict) -> dict:
         "experts": "grouped_mm",
         "threads": 2,
         "block_tokens": 256,
+        "short_logit_difference": 1e-6,
         "measured_at": "2026-11-29T00:00:00+00:00",
         "other_load": 0.01,
     }
