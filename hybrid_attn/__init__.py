@@ -4,6 +4,7 @@ from hybrid_attn import presets, samplers, transforms, weights
 from hybrid_attn.cache.ledger import Ledger, cache_bytes
 from hybrid_attn.cache.states import Cache, Fault
 from hybrid_attn.config import ModelConfig
+from hybrid_attn.diff import Difference, diff
 from hybrid_attn.generate import generate
 from hybrid_attn.mixers import Mixer, register_mixer
 from hybrid_attn.model import Model, forward, init_cache
@@ -13,6 +14,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Cache",
+    "Difference",
     "Fault",
     "Ledger",
     "Mixer",
@@ -20,6 +22,7 @@ __all__ = [
     "ModelConfig",
     "cache_bytes",
     "compile_step",
+    "diff",
     "forward",
     "generate",
     "init_cache",
