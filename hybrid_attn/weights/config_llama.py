@@ -62,6 +62,8 @@ def from_json(values: dict[str, Any]) -> ModelConfig:
 def _theta(fields: Fields) -> float:
     for where in ("rope_parameters", "rope_scaling"):
         given = fields.get(where, {})
+        if not isinstance(given, dict):
+            raise ConfigError(f"config.json: {where}={given!r}: expected an object")
         kind = given.get("rope_type", given.get("type", "default"))
         expect(f"{where}.rope_type", kind, "default")
         expect(

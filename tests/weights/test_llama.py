@@ -151,6 +151,7 @@ ROPE = {"rope_type": "default", "rope_theta": 500.0}
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
         ({"rope_parameters": ROPE | {"rope_type": "llama3"}}, "rope_type"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling"),
+        ({"rope_parameters": 4}, "rope_parameters"),
         ({"dtype": "float64"}, "dtype"),
         ({"vocab_size": None}, "vocab_size"),
         ({"num_hidden_layers": 0}, "layers"),
