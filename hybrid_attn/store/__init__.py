@@ -11,18 +11,23 @@ from hybrid_attn.store.errors import (
     StoreReadError,
     StoreWriteError,
 )
+from hybrid_attn.store.eviction import GcReport
+from hybrid_attn.store.opening import open
 from hybrid_attn.store.statistics import Event, Stats
-from hybrid_attn.store.store import Store, open
+from hybrid_attn.store.store import Store
+from hybrid_attn.store.verification import Report
 
 __all__ = [
     "Block",
     "BlockError",
     "Boundary",
     "Event",
+    "GcReport",
     "Header",
     "IndexDamagedError",
     "NotAStoreError",
     "Payload",
+    "Report",
     "Stats",
     "Store",
     "StoreClosedError",

@@ -27,6 +27,8 @@ from hybrid_attn.store.statistics import Recorder
 
 _READS_AT_ONCE = 256
 _COUNTER = 32
+# In a quarantined object's name: nobody knows which boundary it came after.
+UNKNOWN_PARENT = "f" * 32
 
 type Changes = tuple[Mapping[str, Entry], Set[str]]
 
@@ -150,6 +152,20 @@ class Catalog:
         )
         return payload
 
+    def decode_as(self, name: str, data: bytes | StoreReadError) -> Header:
+        """The header of an object that passes every check its own name allows.
+
+        Raises:
+          BlockError: it does not pass.
+          StoreReadError: the storage failed.
+        """
+        if isinstance(data, StoreReadError):
+            raise data
+        header = decode(self.io.url + name, data).header
+        self._expect_name(name, header)
+        self.recorder.count("verified_bytes", len(data))
+        return header
+
     def quarantine(self, key: str, entry: Entry, error: BlockError) -> None:
         """Takes a failed block out of the index and puts its object aside.
 
@@ -164,18 +180,19 @@ class Catalog:
             return {}, {key} if entries.get(key) == entry else frozenset()
 
         try:
-            (data,) = self.io.read_many([name])
-            if isinstance(data, bytes):
-                self.io.write_many({quarantine_name(name, entry.parent): data})
-            self.commit(choose)
-            self.io.delete_many([name])
+            with self.objects_lock.hold(shared=True):
+                (data,) = self.io.read_many([name])
+                if isinstance(data, bytes):
+                    self.io.write_many({quarantine_name(name, entry.parent): data})
+                self.commit(choose)
+                self.io.delete_many([name])
         except StoreError as failure:
             self.recorder.event("failed", name, f"quarantine: {failure}")
             if self.entries.get(key) == entry:
                 self.entries.pop(key, None)
         else:
             self.recorder.count("quarantined")
-            self.recorder.event("quarantined", name, str(error))
+            self.recorder.event("quarantined", key, str(error))
 
     def other_generation(self, key: str) -> Payload | None:
         """The newest sound object of a key that has no sound entry; names it again."""
@@ -186,27 +203,54 @@ class Catalog:
         except StoreReadError:
             return None
         found = [(p[2], name) for p, name in names if p and p[1] == chain]
-        for generation, name in sorted(found, reverse=True):
-            (data,) = self.io.read_many([name])
-            try:
-                payload = self.check(name, data, key, generation)
-            except (BlockError, StoreReadError):
-                continue
-            size = len(data) if isinstance(data, bytes) else 0
-            put = {key: entry_of(payload.header, size)}
-            try:
-                self.commit(lambda _, put=put: (put, frozenset()))
-            except StoreWriteError as error:
-                self.recorder.event("index_not_written", key, str(error))
-            return payload
+        with self.objects_lock.hold(shared=True):
+            for generation, name in sorted(found, reverse=True):
+                (data,) = self.io.read_many([name])
+                try:
+                    payload = self.check(name, data, key, generation)
+                except (BlockError, StoreReadError):
+                    continue
+                size = len(data) if isinstance(data, bytes) else 0
+                put = {key: entry_of(payload.header, size)}
+                try:
+                    self.commit(lambda _, put=put: (put, frozenset()))
+                except StoreWriteError as error:
+                    self.recorder.event("index_not_written", key, str(error))
+                return payload
         return None
 
-    def headers(self) -> Iterator[tuple[str, Header | BlockError, int]]:
-        """Every object under ``blocks/`` as (name, header or what is wrong, bytes).
+    def check_index(self) -> None:
+        """Compares every byte of the stored index with its seal; rebuilds it if wrong.
+
+        Raises:
+          IndexDamagedError: it was not as sealed; by now it is again.
+        """
+        with self.index_lock.hold():
+            try:
+                self.index.load()
+            except IndexDamagedError as error:
+                self._rebuild_locked(str(error))
+                raise
+
+    def compact(self) -> None:
+        """Copies the live keys into a new index, so that the dead ones go.
+
+        Raises:
+          StoreWriteError: the index is as it was.
+        """
+        with self.index_lock.hold():
+            if self.index.changed():
+                self._load_locked()
+            self.index.rewrite(self.entries)
+
+    def headers(
+        self, skip: Set[str] = frozenset()
+    ) -> Iterator[tuple[str, Header | BlockError, int]]:
+        """Objects under ``blocks/`` as (name, header or what is wrong, bytes).
 
         The bytes are those that the header states.
         """
-        names = self.io.list("blocks/")
+        names = [name for name in self.io.list("blocks/") if name not in skip]
         for start in range(0, len(names), _READS_AT_ONCE):
             some = names[start : start + _READS_AT_ONCE]
             for name, data in zip(
@@ -218,21 +262,19 @@ class Catalog:
                     yield name, error, 0
 
     def _header(self, name: str, data) -> tuple[Header, int]:
-        parsed = parse_name(name)
-        if parsed is None:
+        if parse_name(name) is None:
             raise BlockError("foreign", f"{self.io.url}{name}: not a block's name")
         if not isinstance(data, bytes):
             raise BlockError("missing", f"{self.io.url}{name}: {data or 'no object'}")
         header, _, total = read_header(self.io.url + name, data)
-        group, chain, generation = parsed
-        expect(
-            self.io.url + name,
-            header,
-            group=group,
-            chain=chain,
-            generation=generation,
-        )
+        self._expect_name(name, header)
         return header, total
+
+    def _expect_name(self, name: str, header: Header) -> None:
+        group, chain, generation = parse_name(name) or ("", "", -1)
+        expect(
+            self.io.url + name, header, group=group, chain=chain, generation=generation
+        )
 
     def _load_locked(self) -> None:
         try:

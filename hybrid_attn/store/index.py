@@ -6,6 +6,7 @@ several under ``index/`` that counts. It is written after each commit; whatever 
 from it is an index that cannot be trusted and is rebuilt from the blocks' headers.
 """
 
+import contextlib
 import dataclasses
 import json
 import struct
@@ -14,7 +15,7 @@ from collections.abc import Mapping, Set
 import tensorstore as ts
 
 from hybrid_attn.store.blocks import crc32c
-from hybrid_attn.store.errors import IndexDamagedError, StoreReadError
+from hybrid_attn.store.errors import IndexDamagedError, StoreError, StoreReadError
 from hybrid_attn.store.objects import ObjectIO
 
 SEAL = "index/seal"
@@ -143,7 +144,7 @@ class Index:
     def changed(self) -> bool:
         """Whether another writer has sealed a commit since `load` or `commit`."""
         (sealed,) = self._io.read_many([SEAL])
-        return sealed != self._sealed
+        return self._sealed is None or sealed != self._sealed
 
     def commit(self, put: Mapping[str, Entry], delete: Set[str] = frozenset()) -> None:
         """Puts and deletes keys in one transaction, then seals.
@@ -195,7 +196,8 @@ class Index:
         self._epoch, self._database = epoch, database
         self.entries = dict(entries)
         dead = [key for key in self._io.list("index/") if _epoch_of(key) != epoch]
-        self._io.delete_many([key for key in dead if key != SEAL])
+        with contextlib.suppress(StoreError):  # they weigh, and do no harm
+            self._io.delete_many([key for key in dead if key != SEAL])
 
     def foreign_files(self) -> list[str]:
         """Keys under ``index/`` that belong to no index in use."""

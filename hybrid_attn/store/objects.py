@@ -20,6 +20,7 @@ class ObjectIO(Protocol):
     """What a store needs of its storage; tests wrap it to inject faults."""
 
     url: str
+    excludes_writers: bool  # locks reach every process that can write here
 
     def read_many(
         self, keys: Sequence[str], limit: int | None = None
@@ -71,10 +72,10 @@ class Objects:
         self._known: set[str] = set()
         self.root = store.path.rstrip("/") or "/" if self._driver == "file" else None
         self.url = store.url
+        self.excludes_writers = self._driver in ("file", "memory")
         if self.root is not None:
             try:
                 self._make_directory(self.root)
-                _tighten(self.root, 0o700)
             except OSError as error:
                 raise NotAStoreError(
                     f"{url}: expected a directory of our own: {error}"
@@ -209,6 +210,11 @@ class Objects:
         """Makes files private that TensorStore wrote on its own."""
         for key in keys if self.root is not None else ():
             _tighten(f"{self.root}/{key}", 0o600)
+
+    def make_private(self) -> None:
+        """Closes a directory to others that was there before the store."""
+        if self.root is not None:
+            _tighten(self.root, 0o700)
 
     def lock(self, name: str) -> Lock:
         """The store-wide lock of that name; on object stores, of this process only."""

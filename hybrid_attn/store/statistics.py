@@ -13,7 +13,8 @@ class Event:
     Attributes:
       kind: "failed", "collision", "quarantined", "index_rebuilt", "index_not_written",
         "rebuilt", "rebuild_failed", "marker_rewritten".
-      key: object or index key that it is about.
+      key: the object, or for "quarantined", "collision" and "rebuild_failed" the index
+        key, that it is about.
       detail: the reason, in words.
     """
 

@@ -1,11 +1,8 @@
 """`Store`: verified blocks of caches under a TensorStore url."""
 
-import builtins
 import contextlib
-import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from numpy.typing import ArrayLike
 
@@ -22,18 +19,28 @@ from hybrid_attn.store.catalog import Catalog, Changes, in_batches, next_generat
 from hybrid_attn.store.chain import Boundary, chain
 from hybrid_attn.store.errors import (
     BlockError,
-    NotAStoreError,
     StoreClosedError,
     StoreError,
     StoreReadError,
 )
+from hybrid_attn.store.eviction import (
+    USAGE,
+    GcReport,
+    collect,
+    forget,
+    load_usage,
+    save_usage,
+)
 from hybrid_attn.store.index import Entry, make_key
-from hybrid_attn.store.objects import ObjectIO, Objects
+from hybrid_attn.store.objects import ObjectIO
+from hybrid_attn.store.pins import Pins
 from hybrid_attn.store.statistics import Event, Recorder, Stats
+from hybrid_attn.store.verification import Report, verify
 
-_MARKER = "STORE"
+MARKER = "STORE"
 _FORMAT = b"hybrid_attn store 1\n"
-_TOP = ("blocks", "index", "locks", "quarantine", "usage", _MARKER)
+MARKER_CONTENT = _FORMAT + b"crc32c %08x\n" % crc32c(_FORMAT)
+TOP_LEVEL = ("blocks", "index", "locks", "quarantine", USAGE, MARKER)
 _BATCH_BYTES = 64 << 20
 
 
@@ -63,14 +70,13 @@ class Store:
         self._io = io
         self._recorder = Recorder()
         self._replicas = tuple(replicas)
-        self._pins: Counter[str] = Counter()
-        self._used: dict[str, float] = {}
+        self._pins = Pins()
         self._verified: set[tuple[str, int]] = set()
-        self._guard = threading.Lock()
         self._closed = False
-        _claim(io, self._recorder)
         self._catalog = Catalog(io, self._recorder)
         self._catalog.open()
+        self._used = load_usage(self._catalog)
+        self._used_at_open = dict(self._used)
 
     def chain(
         self, layout: str, tokens: ArrayLike, block_tokens: int
@@ -150,23 +156,82 @@ class Store:
         self._check_open()
         return self._catalog.rebuild_index("asked for")
 
-    @contextlib.contextmanager
-    def pinned(self, chains: Iterable[str]) -> Iterator[None]:
-        """Alias of ``with store.pin(chains)``."""
-        with self.pin(chains):
-            yield
+    def verify(self, sample: int | None = None, *, seed: int = 0) -> Report:
+        """Reads and checks every object, or ``sample`` blocks, and the whole index.
 
-    def pin(self, chains: Iterable[str]) -> contextlib.AbstractContextManager:
+        What is damaged is put right: blocks go to quarantine, so that they are made
+        anew; the index is rebuilt; the small files are written again.
+
+        Raises:
+          ValueError: a sample below 0.
+          StoreError: the storage could not be listed.
+        """
+        self._check_open()
+        if sample is not None and sample < 0:
+            raise ValueError(f"sample={sample}: expected a number of blocks")
+        small = {MARKER: MARKER_CONTENT}
+        return verify(self._catalog, small, TOP_LEVEL, sample, seed)
+
+    def gc(self, budget_bytes: int, *, orphans: bool | None = None) -> GcReport:
+        """Evicts blocks until ``budget_bytes`` hold the rest, and compacts the index.
+
+        Used longest ago goes first, the end of a chain before what it stands on, and
+        nothing that this process pinned. Empties the quarantine.
+
+        Args:
+          budget_bytes: for block objects.
+          orphans: removes objects that no key names; that no other process is
+            publishing is known by locks on local storage (the default there), and to
+            the caller alone elsewhere.
+
+        Raises:
+          ValueError: a budget below 0.
+          StoreError: the storage failed half way; the store is consistent.
+        """
+        self._check_open()
+        if budget_bytes < 0:
+            raise ValueError(f"budget_bytes={budget_bytes}: expected from 0")
+        if orphans is None:
+            orphans = self._io.excludes_writers
+        report, gone = collect(
+            self._catalog, self._used, self._pins.pinned(), budget_bytes, orphans
+        )
+        for key in gone:
+            self._used.pop(key, None)
+        self._recorder.count("evicted", report.evicted)
+        self._recorder.count("evicted_bytes", report.evicted_bytes)
+        save_usage(self._catalog, self._used)
+        return report
+
+    def forget(self, chains: Iterable[str]) -> int:
+        """Removes the blocks of these digests and of all boundaries behind them.
+
+        Of every group, layout and model, pinned or not, from index, objects and
+        quarantine; replicas are asked by themselves.
+
+        Returns:
+          How many objects were removed.
+
+        Raises:
+          StoreError: the storage failed half way; call it again.
+        """
+        self._check_open()
+        count, digests = forget(self._catalog, chains)
+        self._used = {
+            k: v for k, v in self._used.items() if k.split("/")[3] not in digests
+        }
+        self._recorder.count("forgotten", count)
+        save_usage(self._catalog, self._used)
+        return count
+
+    def pin(self, chains: Iterable[str]) -> contextlib.AbstractContextManager[None]:
         """Keeps blocks of these digests, and those before them, from `gc`.
 
         Counted: each pin needs one `unpin`, or use it as ``with store.pin(chains):``.
         Pins belong to this process.
         """
         self._check_open()
-        held = [str(digest) for digest in chains]
-        with self._guard:
-            self._pins.update(held)
-        return _Pin(lambda: self.unpin(held))
+        return self._pins.hold(self._pins.add(chains))
 
     def unpin(self, chains: Iterable[str]) -> None:
         """Takes one pin off each of these digests.
@@ -174,13 +239,7 @@ class Store:
         Raises:
           ValueError: one of them is not pinned; then none is unpinned.
         """
-        counts = Counter(str(digest) for digest in chains)
-        with self._guard:
-            missing = [d for d, count in counts.items() if self._pins[d] < count]
-            if missing:
-                self._pins = +self._pins
-                raise ValueError(f"unpin of {missing}: expected pinned chains")
-            self._pins = self._pins - counts
+        self._pins.remove(chains)
 
     @property
     def stats(self) -> Stats:
@@ -201,8 +260,16 @@ class Store:
         """Calls ``listener`` with every later event, in the thread it happens in."""
         self._recorder.subscribe(listener)
 
+    def report(self, kind: str, key: str, detail: str) -> None:
+        """Adds an event; for what works on the store from outside."""
+        self._recorder.event(kind, key, detail)
+        if kind == "rebuilt":
+            self._recorder.count("rebuilt")
+
     def close(self) -> None:
         """Ends the use of this object; what was published stays."""
+        if not self._closed and self._used != self._used_at_open:
+            save_usage(self._catalog, self._used)
         self._closed = True
 
     def __enter__(self) -> "Store":
@@ -314,63 +381,3 @@ class Store:
         """Deletes objects that no key names; one that stays is an orphan for gc."""
         with contextlib.suppress(StoreError):
             self._io.delete_many(list(names))
-
-
-class _Pin:
-    def __init__(self, release: Callable[[], None]):
-        self._release = release
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, *_) -> None:
-        self._release()
-
-
-def open(
-    url: str,
-    *,
-    model_id: str,
-    salt: str | bytes | None = None,
-    replicas: Sequence[Store] = (),
-    wrap: Callable[[Objects], ObjectIO] | None = None,
-) -> Store:
-    """Opens the store at a url, or makes one where nothing is.
-
-    Args:
-      url: a path, or a url of TensorStore's key-value stores: ``file://``,
-        ``memory://`` (one for the process), ``gs://``, ``s3://``. On the last two,
-        which have no locks, let one process write at a time.
-      model_id: from `hybrid_attn.model_id`.
-      salt: a tenant's secret; chains of other salts never meet.
-      replicas: stores that are asked for blocks which this one lost.
-      wrap: puts a layer between the store and its storage, for tests.
-
-    Raises:
-      NotAStoreError: the url holds something else, or another format version.
-    """
-    objects = Objects(url)
-    io = objects if wrap is None else wrap(objects)
-    return Store(io, model_id=model_id, salt=salt, replicas=replicas)
-
-
-def _claim(io: ObjectIO, recorder: Recorder) -> None:
-    marker = _FORMAT + b"crc32c %08x\n" % crc32c(_FORMAT)
-    (held,) = io.read_many([_MARKER])
-    if held == marker:
-        return
-    if isinstance(held, StoreReadError):
-        raise NotAStoreError(str(held)) from held
-    if held is not None:
-        body, newline, crc = held.rstrip(b"\n").rpartition(b"\n")
-        if crc == b"crc32c %08x" % crc32c(body + newline):
-            raise NotAStoreError(f"{io.url}: {body!r}, expected {_FORMAT!r}")
-    foreign = [key for key in io.list("") if key.split("/")[0] not in _TOP]
-    if foreign:
-        raise NotAStoreError(
-            f"{io.url}: holds {foreign[0]!r} and no {_MARKER}; expected a store or "
-            "an empty place"
-        )
-    if held is not None:
-        recorder.event("marker_rewritten", _MARKER, f"was {builtins.bytes(held)!r}")
-    io.write_many({_MARKER: marker})
