@@ -9,6 +9,7 @@ from flax import nnx
 from jax import Array
 from jax.typing import ArrayLike
 
+from hybrid_attn.cache.cuts import empty_cuts
 from hybrid_attn.cache.packing import document_starts
 from hybrid_attn.cache.span import Span
 from hybrid_attn.cache.spec import make_spec
@@ -206,5 +207,7 @@ def init_cache(
         floor=jnp.zeros((batch,), jnp.int32),
         sealed=jnp.zeros((batch,), jnp.int32),
         faults=jnp.zeros((batch,), jnp.uint8),
+        cut=jnp.zeros((batch,), jnp.int32),
+        cuts=empty_cuts(tuple(layers), undo),
         spec=spec,
     )

@@ -11,6 +11,7 @@ from jax import Array
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
+from hybrid_attn.cache.cuts import advance_cuts
 from hybrid_attn.cache.span import Span
 from hybrid_attn.cache.states import Cache, Fault
 from hybrid_attn.model import Model
@@ -126,11 +127,22 @@ def pure_step(
     )
     x = model.embed(tokens)
     x, layers, auxiliaries = model.layers(x, tokens, cache.layers, span)
+    cuts, cut = advance_cuts(
+        layers,
+        cache.cuts,
+        cache.cut,
+        cache.length,
+        span.end,
+        block_tokens=cache.spec.block_tokens,
+        undo=cache.spec.undo,
+    )
     new_cache = cache.replace(
         layers=layers,
         length=span.end,
         floor=jnp.maximum(cache.floor, span.end - cache.spec.undo),
         faults=cache.faults | faults,
+        cut=cut,
+        cuts=cuts,
     )
     out = None
     if logits == "all":

@@ -14,7 +14,8 @@ class Ledger:
 
     Attributes:
       total: every array, counts included.
-      by_state, by_kind, by_tier: bytes by state class, layer kind, memory tier.
+      by_state, by_kind, by_tier: bytes by state class (and "cuts", the recent states
+        at the last boundary, and "counts"), layer kind, memory tier.
       per_token: total / (capacity · batch).
       capacity, batch: what ``per_token`` divides by.
     """
@@ -54,7 +55,11 @@ def cache_bytes(cache: Cache) -> Ledger:
         for state in layer.states.values():
             for array in jax.tree.leaves(check_state(state)):
                 add(array, type(state).__name__, layer.kind)
-    for array in (cache.length, cache.floor, cache.sealed, cache.faults):
+    for layer, cut in zip(cache.layers, cache.cuts, strict=True):
+        for array in jax.tree.leaves(cut):
+            add(array, "cuts", layer.kind)
+    counts = (cache.length, cache.floor, cache.sealed, cache.faults, cache.cut)
+    for array in counts:
         add(array, "counts", "counts")
     total = sum(by_state.values())
     return Ledger(

@@ -134,7 +134,9 @@ class Cache:
       length: int32[b], tokens held by each row.
       floor: int32[b], the lowest length that `rewind` can reach.
       sealed: int32[b], entries below this position are never written again.
+      cut: int32[b], the boundary of each row's ``cuts``; 0 is the empty start.
       faults: uint8[b], bits of `Fault`, set inside jit until cleared.
+      cuts: by layer, what `hybrid_attn.cache.cuts` keeps of the recent states.
       spec: the static `CacheSpec`.
     """
 
@@ -143,6 +145,8 @@ class Cache:
     floor: Array
     sealed: Array
     faults: Array
+    cut: Array
+    cuts: tuple[dict[str, Array], ...]
     spec: CacheSpec
 
     @property
@@ -155,7 +159,7 @@ class Cache:
 
 jax.tree_util.register_dataclass(
     Cache,
-    data_fields=["layers", "length", "floor", "sealed", "faults"],
+    data_fields=["layers", "length", "floor", "sealed", "faults", "cut", "cuts"],
     meta_fields=["spec"],
 )
 

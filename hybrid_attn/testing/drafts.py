@@ -50,8 +50,11 @@ def _verify(drafts: Subject, check: Checks, case, begin, drafted, accepted) -> N
     check.close(f"{case}: accepted", logits, whole, where)
     check.same(f"{case}: bits of the accepted", logits[where], want[where])
     cache = transforms.rewind(cache, begin + accepted)
-    # Undo reaches less far back after a draft: only what both may read must agree.
-    plain = plain.replace(floor=cache.floor)
+    # Undo reaches less far back after a draft, and a cut taken in it goes with it: only
+    # what both may read must agree.
+    kept = np.asarray(cache.cut) > 0
+    check.true(f"{case}: cut", (cache.cut == plain.cut) | ~kept)
+    plain = plain.replace(floor=cache.floor, cut=plain.cut * kept)
     check.same(f"{case}: cache", poison(cache, 0.0), poison(plain, 0.0))
     for width in (1, 1, CHUNK):
         counts = np.full(drafts.rows, width)

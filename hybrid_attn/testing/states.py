@@ -59,7 +59,12 @@ def poison(cache: Cache, value: float = float("nan")) -> Cache:
         mask = mask.reshape(shape)
         return jnp.where(mask, jnp.asarray(value, array.dtype), array)
 
-    return map_states(cache, change)
+    def void(array):
+        mask = np.asarray(cache.cut == 0).reshape(-1, *(1,) * (array.ndim - 1))
+        return jnp.where(mask, jnp.asarray(value, array.dtype), array)
+
+    cuts = jax.tree.map(void, cache.cuts)
+    return map_states(cache, change).replace(cuts=cuts)
 
 
 def unused_capacity(subject: Subject, check: Checks) -> None:
@@ -93,6 +98,7 @@ def unused_capacity(subject: Subject, check: Checks) -> None:
         check.close(f"{name}, prefill", logits, want, where)
         # Whatever the counts call valid now must be free of poison.
         check.finite(f"{name}: valid places", poison(cache, 0.0).layers)
+        check.finite(f"{name}: valid cuts", poison(cache, 0.0).cuts)
 
 
 def rewinding(subject: Subject, check: Checks) -> None:

@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
@@ -31,8 +32,13 @@ def rewind(cache: Cache, length: ArrayLike) -> Cache:
                 f"rewind of row {row} to {int(target[row])}: it holds {held} tokens "
                 f"and can go back by {held - floor} at most, to {floor}"
             )
-        return cache.replace(length=target)
+        return _to(cache, target)
     bit = jnp.where(outside, jnp.uint8(Fault.REWIND), jnp.uint8(0))
-    return cache.replace(
-        length=jnp.where(outside, cache.length, target), faults=cache.faults | bit
-    )
+    target = jnp.where(outside, cache.length, target)
+    return _to(cache, target).replace(faults=cache.faults | bit)
+
+
+def _to(cache: Cache, length: Array) -> Cache:
+    # What was cut above the target belongs to tokens that are taken back.
+    cut = jnp.where(cache.cut > length, 0, cache.cut)
+    return cache.replace(length=length, cut=cut)

@@ -8,7 +8,7 @@ from hybrid_attn.cache.states import State, check_state, register_state
 from hybrid_attn.testing import small_config
 
 UNDO = 5
-COUNTS = 4 + 4 + 4 + 1  # length, floor, sealed, faults: bytes a row
+COUNTS = 4 + 4 + 4 + 1 + 4  # length, floor, sealed, faults, cut: bytes a row
 
 
 def _shift(config, undo=UNDO):
@@ -31,11 +31,20 @@ def test_every_state_by_arithmetic():
     }
     index = capacity // 4 * 8 * 4 + (2 * 4 - 1 + UNDO) * 16 * 2 * 4
     shift = _shift(config)
+    # Without the undo rows, once more at the last boundary.
+    window_cut, shift_cut = (8 - 1) * 8 * 4, _shift(config, 0)
+    hca_cut, csa_cut = (8 - 1) * 8 * 2 * 4, (2 * 4 - 1) * 16 * 2 * 4
+    cuts = {
+        "dense": shift_cut,
+        "swa": window_cut + shift_cut,
+        "hca": window_cut + hca_cut + shift_cut,
+        "csa": window_cut + 2 * csa_cut + shift_cut,
+    }
     by_kind = {
-        "dense": entries["dense"] + shift,
-        "swa": window + shift,
-        "hca": window + entries["hca"] + tail["hca"] + shift,
-        "csa": window + entries["csa"] + tail["csa"] + index + shift,
+        "dense": entries["dense"] + shift + cuts["dense"],
+        "swa": window + shift + cuts["swa"],
+        "hca": window + entries["hca"] + tail["hca"] + shift + cuts["hca"],
+        "csa": window + entries["csa"] + tail["csa"] + index + shift + cuts["csa"],
         "counts": COUNTS,
     }
     assert ledger.by_kind == {kind: batch * n for kind, n in by_kind.items()}
@@ -44,6 +53,7 @@ def test_every_state_by_arithmetic():
         "SlidingWindow": batch * 3 * window,
         "UncompressedTail": batch * (sum(tail.values()) + 4 * shift),
         "IndexerState": batch * index,
+        "cuts": batch * sum(cuts.values()),
         "counts": batch * COUNTS,
     }
     assert ledger.total == batch * sum(by_kind.values())
