@@ -249,6 +249,12 @@ def parse_name(name: str) -> tuple[str, str, int] | None:
     return parts[1], chain, int(generation, 16)
 
 
+def split_object(name: str) -> tuple[str, str]:
+    """(group, chain) of the name of an object."""
+    _, group, _, last = name.split("/")
+    return group, last.partition("-")[0]
+
+
 def as_bytes(payload: Bytes) -> np.ndarray:
     """uint8[n] view of bytes or of an array in C order."""
     if isinstance(payload, np.ndarray):

@@ -33,6 +33,16 @@ UNKNOWN_PARENT = "f" * 32
 type Changes = tuple[Mapping[str, Entry], Set[str]]
 
 
+@dataclasses.dataclass(frozen=True)
+class Unverified:
+    """An object's bytes, None where it is missing, and the entry that named it."""
+
+    key: str
+    entry: Entry
+    name: str
+    data: bytes | None
+
+
 class Catalog:
     """The blocks of one store; used by `Store`, scrubbing and eviction."""
 
@@ -122,17 +132,24 @@ class Catalog:
           BlockError: it is missing ("missing"), or fails any check.
           StoreReadError: the storage failed.
         """
+        return self.check(self.read_object(key, entry))
+
+    def read_object(self, key: str, entry: Entry) -> "Unverified":
+        """The object that an entry names, for `check`.
+
+        Raises:
+          StoreReadError: the storage failed.
+        """
         _, group, _, chain = split_key(key)
         name = object_name(group, chain, entry.generation)
         (data,) = self.io.read_many([name])
-        return self.check(name, data, key, entry.generation)
-
-    def check(
-        self, name: str, data: bytes | StoreReadError | None, key: str, generation: int
-    ) -> Payload:
-        """Verifies the bytes of an object against the key that named it; see `read`."""
         if isinstance(data, StoreReadError):
             raise data
+        return Unverified(key, entry, name, data)
+
+    def check(self, found: "Unverified") -> Payload:
+        """Verifies an object against the key and entry that named it; see `read`."""
+        key, name, data = found.key, found.name, found.data
         if data is None:
             raise BlockError("missing", f"{self.io.url}{name}: no object")
         payload = decode(self.io.url + name, data)
@@ -147,7 +164,7 @@ class Catalog:
             group=group,
             layout=layout,
             chain=chain,
-            generation=generation,
+            generation=found.entry.generation,
             model_id=model,
         )
         return payload
@@ -206,12 +223,14 @@ class Catalog:
         with self.objects_lock.hold(shared=True):
             for generation, name in sorted(found, reverse=True):
                 (data,) = self.io.read_many([name])
-                try:
-                    payload = self.check(name, data, key, generation)
-                except (BlockError, StoreReadError):
+                if not isinstance(data, bytes):
                     continue
-                size = len(data) if isinstance(data, bytes) else 0
-                put = {key: entry_of(payload.header, size)}
+                entry = Entry(generation, 0, 0, len(data), "")
+                try:
+                    payload = self.check(Unverified(key, entry, name, data))
+                except BlockError:
+                    continue
+                put = {key: entry_of(payload.header, len(data))}
                 try:
                     self.commit(lambda _, put=put: (put, frozenset()))
                 except StoreWriteError as error:

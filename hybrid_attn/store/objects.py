@@ -235,7 +235,9 @@ class Objects:
             try:
                 os.mkdir(directory, 0o700)
             except FileExistsError:
-                continue  # another writer was first
+                if os.path.isdir(directory):
+                    continue  # another writer was first
+                raise
             descriptor = os.open(os.path.dirname(directory), os.O_RDONLY)
             try:
                 os.fsync(descriptor)

@@ -2,25 +2,16 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from numpy.typing import ArrayLike
 
-from hybrid_attn.store.blocks import (
-    Block,
-    Payload,
-    as_bytes,
-    check_key,
-    crc32c,
-    encode,
-    object_name,
-)
-from hybrid_attn.store.catalog import Catalog, Changes, in_batches, next_generation
+from hybrid_attn.store.blocks import Block, Payload, as_bytes, check_key, crc32c
+from hybrid_attn.store.catalog import Catalog, Unverified, in_batches
 from hybrid_attn.store.chain import Boundary, chain
 from hybrid_attn.store.errors import (
     BlockError,
     StoreClosedError,
-    StoreError,
     StoreReadError,
 )
 from hybrid_attn.store.eviction import (
@@ -31,9 +22,10 @@ from hybrid_attn.store.eviction import (
     load_usage,
     save_usage,
 )
-from hybrid_attn.store.index import Entry, make_key
+from hybrid_attn.store.index import make_key
 from hybrid_attn.store.objects import ObjectIO
 from hybrid_attn.store.pins import Pins
+from hybrid_attn.store.publishing import SealedBlock, publish, seal
 from hybrid_attn.store.statistics import Event, Recorder, Stats
 from hybrid_attn.store.verification import Report, verify
 
@@ -109,7 +101,28 @@ class Store:
                 self._recorder.count("kept", len(kept))
                 wanted = {k: v for k, v in wanted.items() if k not in kept}
             if wanted:
-                self._publish(wanted, replace)
+                sizes = [as_bytes(block.payload).nbytes for block in wanted.values()]
+                values = list(wanted.values())
+                self._publish(
+                    (
+                        [seal(self._catalog, b, self.model_id) for b in values[some]]
+                        for some in in_batches(sizes, _BATCH_BYTES)
+                    ),
+                    replace,
+                )
+
+    def publish_sealed(
+        self, blocks: Sequence[SealedBlock], *, replace: bool = False
+    ) -> None:
+        """`publish` of blocks that `seal` made; raises the same."""
+        self._check_open()
+        with self._catalog.objects_lock.hold(shared=True):
+            self._publish([list(blocks)], replace)
+
+    def seal(self, block: Block) -> SealedBlock:
+        """Gives a block its generation, header and CRC32C; writes nothing."""
+        self._check_open()
+        return seal(self._catalog, block, self.model_id)
 
     def fetch(self, group: str, layout: str, chain: str) -> Payload | None:
         """The verified block of a key, or None; never bytes that were not verified.
@@ -309,6 +322,24 @@ class Store:
                 return payload
         return self._catalog.other_generation(key) if failed else None
 
+    def read_object(self, group: str, layout: str, chain: str) -> Unverified | None:
+        """The object of a block as it lies there, for `check_object`; None for a miss.
+
+        Raises:
+          StoreReadError: the storage failed.
+        """
+        key = self._key(group, layout, chain)
+        entry = self._catalog.entries.get(key)
+        return None if entry is None else self._catalog.read_object(key, entry)
+
+    def check_object(self, found: Unverified) -> Payload | None:
+        """Verifies what `read_object` gave; a failed one goes to quarantine."""
+        try:
+            return self._catalog.check(found)
+        except BlockError as error:
+            self._catalog.quarantine(found.key, found.entry, error)
+            return None
+
     def _keeps(self, key: str, block: Block) -> bool:
         """Whether the key already holds a sound block."""
         entry = self._catalog.entries.get(key)
@@ -330,54 +361,19 @@ class Store:
         self._recorder.event("collision", key, detail)
         return False
 
-    def _publish(self, wanted: dict[str, Block], replace: bool) -> None:
-        entries = self._catalog.entries
-        before = {key: entries.get(key) for key in wanted}
-        new: dict[str, Entry] = {}
-        names: dict[str, str] = {}
-        keys = list(wanted)
-        sizes = [as_bytes(block.payload).nbytes for block in wanted.values()]
-        try:
-            for some in in_batches(sizes, _BATCH_BYTES):
-                objects = {}
-                for key in keys[some]:
-                    block, held = wanted[key], before[key]
-                    generation = next_generation(held.generation if held else None)
-                    name = object_name(block.group, block.chain, generation)
-                    objects[name] = encode(block, generation, self.model_id)
-                    size = len(objects[name])
-                    new[key] = Entry(
-                        generation, block.index, block.length, size, block.parent or ""
-                    )
-                    names[key] = name
-                self._io.write_many(objects)
+    def _publish(self, batches: Iterable[list[SealedBlock]], replace: bool) -> None:
+        total = 0
 
-            def choose(present: dict[str, Entry]) -> Changes:
-                put = {k: v for k, v in new.items() if replace or k not in present}
-                return put, frozenset()
+        def counted() -> Iterator[list[SealedBlock]]:
+            nonlocal total
+            for batch in batches:
+                total += len(batch)
+                yield batch
 
-            self._catalog.commit(choose)
-        except BaseException:
-            self._catalog.withdraw({k: v.generation for k, v in new.items()})
-            self._discard(names.values())
-            raise
-        present = self._catalog.entries
-        won = {k for k, v in new.items() if present.get(k) == v}
-        self._discard(names[key] for key in new if key not in won)
-        if replace:
-            olds = {k: v for k, v in before.items() if v is not None and k in won}
-            self._discard(
-                object_name(wanted[k].group, wanted[k].chain, v.generation)
-                for k, v in olds.items()
-            )
-        self._verified.update((key, new[key].generation) for key in won)
+        won = publish(self._catalog, counted(), replace)
+        self._verified.update((key, entry.generation) for key, entry in won.items())
         self._recorder.count("published", len(won))
-        self._recorder.count("published_bytes", sum(new[key].size for key in won))
-        self._recorder.count("kept", len(new) - len(won))
+        self._recorder.count("published_bytes", sum(e.size for e in won.values()))
+        self._recorder.count("kept", total - len(won))
         now = time.time()
         self._used.update((key, now) for key in won)
-
-    def _discard(self, names: Iterable[str]) -> None:
-        """Deletes objects that no key names; one that stays is an orphan for gc."""
-        with contextlib.suppress(StoreError):
-            self._io.delete_many(list(names))

@@ -4,7 +4,12 @@ import dataclasses
 import random
 
 from hybrid_attn.store.blocks import object_name, parse_name
-from hybrid_attn.store.catalog import UNKNOWN_PARENT, Catalog, quarantine_name
+from hybrid_attn.store.catalog import (
+    UNKNOWN_PARENT,
+    Catalog,
+    Unverified,
+    quarantine_name,
+)
 from hybrid_attn.store.errors import (
     BlockError,
     IndexDamagedError,
@@ -109,10 +114,11 @@ class _Finder:
             entries.items(), names, contents, strict=True
         ):
             self._count(data)
+            if isinstance(data, StoreReadError):
+                self.unreadable[name] = str(data)
+                continue
             try:
-                self.catalog.check(name, data, key, entry.generation)
-            except StoreReadError as error:
-                self.unreadable[name] = str(error)
+                self.catalog.check(Unverified(key, entry, name, data))
             except BlockError as error:
                 self.catalog.refresh()
                 if self.catalog.entries.get(key) != entry:
