@@ -6,8 +6,9 @@ from hybrid_attn.cache.states import Cache, Fault
 from hybrid_attn.config import ModelConfig
 from hybrid_attn.diff import Difference, diff
 from hybrid_attn.generate import generate
+from hybrid_attn.initial import init_cache
 from hybrid_attn.mixers import Mixer, register_mixer
-from hybrid_attn.model import Model, forward, init_cache
+from hybrid_attn.model import Model, forward
 from hybrid_attn.step import compile_step, prefill, step
 from hybrid_attn.store.identity import model_id
 

@@ -142,6 +142,7 @@ def pure_step(
         floor=jnp.maximum(cache.floor, span.end - cache.spec.undo),
         faults=cache.faults | faults,
         cut=cut,
+        on_grid=cache.on_grid if start is None else _on_grid(cache, span),
         cuts=cuts,
     )
     out = None
@@ -152,6 +153,10 @@ def pure_step(
         picked = x[jnp.arange(b), last]
         out = jnp.where(void[:, None], jnp.nan, model.head(picked))
     return out, new_cache, auxiliaries if aux else []
+
+
+def _on_grid(cache: Cache, span: Span) -> Array:
+    return jnp.where(cache.on_grid == span.length, span.end, cache.on_grid)
 
 
 def _row_faults(model, cache, tokens, count, offset) -> Array:

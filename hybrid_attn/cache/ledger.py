@@ -58,8 +58,8 @@ def cache_bytes(cache: Cache) -> Ledger:
     for layer, cut in zip(cache.layers, cache.cuts, strict=True):
         for array in jax.tree.leaves(cut):
             add(array, "cuts", layer.kind)
-    counts = (cache.length, cache.floor, cache.sealed, cache.faults, cache.cut)
-    for array in counts:
+    counts = ("length", "floor", "sealed", "faults", "cut", "on_grid")
+    for array in (getattr(cache, name) for name in counts):
         add(array, "counts", "counts")
     total = sum(by_state.values())
     return Ledger(

@@ -135,6 +135,8 @@ class Cache:
       floor: int32[b], the lowest length that `rewind` can reach.
       sealed: int32[b], entries below this position are never written again.
       cut: int32[b], the boundary of each row's ``cuts``; 0 is the empty start.
+      on_grid: int32[b], so many tokens from 0 on were read by `prefill`, whose bits do
+        not depend on how they were cut; what stands above agrees within tolerance.
       faults: uint8[b], bits of `Fault`, set inside jit until cleared.
       cuts: by layer, what `hybrid_attn.cache.cuts` keeps of the recent states.
       spec: the static `CacheSpec`.
@@ -146,6 +148,7 @@ class Cache:
     sealed: Array
     faults: Array
     cut: Array
+    on_grid: Array
     cuts: tuple[dict[str, Array], ...]
     spec: CacheSpec
 
@@ -159,7 +162,16 @@ class Cache:
 
 jax.tree_util.register_dataclass(
     Cache,
-    data_fields=["layers", "length", "floor", "sealed", "faults", "cut", "cuts"],
+    data_fields=[
+        "layers",
+        "length",
+        "floor",
+        "sealed",
+        "faults",
+        "cut",
+        "on_grid",
+        "cuts",
+    ],
     meta_fields=["spec"],
 )
 

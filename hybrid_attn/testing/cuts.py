@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 
-from hybrid_attn.model import init_cache
+from hybrid_attn.initial import init_cache
 from hybrid_attn.step import compile_step, prefill, step
 from hybrid_attn.testing.report import Checks
 from hybrid_attn.testing.subject import CHUNK, EDGES, UNDO, Subject

@@ -5,7 +5,7 @@ import math
 import numpy as np
 
 from hybrid_attn import transforms
-from hybrid_attn.model import init_cache
+from hybrid_attn.initial import init_cache
 from hybrid_attn.testing.report import Checks
 from hybrid_attn.testing.states import poison
 from hybrid_attn.testing.subject import CHUNK, DRAFT, Subject

@@ -12,8 +12,9 @@ from flax import nnx
 
 from hybrid_attn.cache.states import Cache
 from hybrid_attn.config import ModelConfig
+from hybrid_attn.initial import init_cache
 from hybrid_attn.mixers import kinds
-from hybrid_attn.model import Model, forward, init_cache
+from hybrid_attn.model import Model, forward
 from hybrid_attn.step import compile_step, step
 from hybrid_attn.testing.tolerances import tolerance
 

@@ -7,7 +7,20 @@ reduction. LOSSY: an error that is measured and reported.
 from hybrid_attn.transforms.clear_faults import clear_faults
 from hybrid_attn.transforms.fork import fork
 from hybrid_attn.transforms.grow import grow
+from hybrid_attn.transforms.offload import Offloaded, offload
+from hybrid_attn.transforms.restore import Prefetch, prefetch, restore
 from hybrid_attn.transforms.rewind import rewind
 from hybrid_attn.transforms.select_rows import select_rows
 
-__all__ = ["clear_faults", "fork", "grow", "rewind", "select_rows"]
+__all__ = [
+    "Offloaded",
+    "Prefetch",
+    "clear_faults",
+    "fork",
+    "grow",
+    "offload",
+    "prefetch",
+    "restore",
+    "rewind",
+    "select_rows",
+]

@@ -41,4 +41,5 @@ def rewind(cache: Cache, length: ArrayLike) -> Cache:
 def _to(cache: Cache, length: Array) -> Cache:
     # What was cut above the target belongs to tokens that are taken back.
     cut = jnp.where(cache.cut > length, 0, cache.cut)
-    return cache.replace(length=length, cut=cut)
+    on_grid = jnp.minimum(cache.on_grid, length)
+    return cache.replace(length=length, cut=cut, on_grid=on_grid)

@@ -8,7 +8,8 @@ from hybrid_attn.cache.states import State, check_state, register_state
 from hybrid_attn.testing import small_config
 
 UNDO = 5
-COUNTS = 4 + 4 + 4 + 1 + 4  # length, floor, sealed, faults, cut: bytes a row
+# length, floor, sealed, faults, cut, on_grid: bytes a row
+COUNTS = 4 + 4 + 4 + 1 + 4 + 4
 
 
 def _shift(config, undo=UNDO):
