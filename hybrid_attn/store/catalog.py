@@ -21,7 +21,7 @@ from hybrid_attn.store.errors import (
     StoreReadError,
     StoreWriteError,
 )
-from hybrid_attn.store.index import Entry, Index, make_key, split_key
+from hybrid_attn.store.index import SEAL, Entry, Index, make_key, split_key
 from hybrid_attn.store.objects import ObjectIO
 from hybrid_attn.store.statistics import Recorder
 
@@ -90,6 +90,10 @@ class Catalog:
             for attempt in (0, 1):
                 put, delete = choose(self.entries)
                 if not put and not delete:
+                    if not self.index.sealed:
+                        raise StoreWriteError(
+                            f"{self.io.url}{SEAL}: could not be written"
+                        )
                     return
                 try:
                     return self.index.commit(put, delete)

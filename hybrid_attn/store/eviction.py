@@ -1,5 +1,6 @@
 """What leaves a store: eviction to a budget, and forgetting on request."""
 
+import contextlib
 import dataclasses
 import heapq
 import json
@@ -185,11 +186,16 @@ def forget(catalog: Catalog, chains: Iterable[str]) -> tuple[int, set[str]]:
                 unreadable.append(name)
         aside = {name: parse_quarantine(name) for name in io.list("quarantine/")}
         for parsed in aside.values():
-            if parsed is not None:
+            if parsed is not None and parsed[1] != UNKNOWN_PARENT:
                 children[parsed[1]].add(parsed[0])
         doomed: set[str] = set()
-        # Of what lost its header nobody knows what it came after.
         ahead = [str(digest) for digest in chains]
+        # Of what lost its header nobody knows what it came after: it goes too, and
+        # so does what stands on it alone.
+        known = set().union(*children.values())
+        lost = {_chain_of(name) for name in unreadable}
+        lost |= {p[0] for p in aside.values() if p and p[1] == UNKNOWN_PARENT}
+        ahead += [digest for digest in lost if digest and digest not in known]
         while ahead:
             digest = ahead.pop()
             if digest not in doomed:
@@ -227,6 +233,8 @@ def load_usage(catalog: Catalog) -> dict[str, float]:
         return read_usage(data)
     except (BlockError, StoreError) as error:
         catalog.recorder.fail(USAGE, "crc", str(error))
+        with contextlib.suppress(StoreError):
+            catalog.io.delete_many([USAGE])
         return {}
 
 

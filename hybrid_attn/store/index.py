@@ -141,6 +141,11 @@ class Index:
         assert isinstance(sealed, bytes)
         self._sealed = sealed
 
+    @property
+    def sealed(self) -> bool:
+        """Whether storage holds what `entries` say."""
+        return self._sealed is not None
+
     def changed(self) -> bool:
         """Whether another writer has sealed a commit since `load` or `commit`."""
         (sealed,) = self._io.read_many([SEAL])

@@ -313,7 +313,8 @@ class Store:
                 return None
             except BlockError as error:
                 # Another process may have moved or removed it since.
-                if self._catalog.refresh() and self._catalog.entries.get(key) != entry:
+                self._catalog.refresh()
+                if self._catalog.entries.get(key) != entry:
                     continue
                 self._catalog.quarantine(key, entry, error)
                 failed = True
