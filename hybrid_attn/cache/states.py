@@ -109,6 +109,25 @@ class IndexerState(State):
     score: Array
 
 
+@register_state
+class DiskPrefix(State):
+    """What a store holds of each row; arrays only, the store itself stays outside.
+
+    Attributes:
+      chain: uint32[b, n, 4], the 128-bit digest of each block's boundary, first word
+        first; zeros where a row has no such block.
+      generation: int32[b, n, g], of each cache group's block, -1 where there is none.
+      verified: int32[b], tokens from 0 on whose blocks passed verification.
+      reads: int32[b, n], how often each block was read: predicts the next reads.
+    """
+
+    family = "history"
+    chain: Array
+    generation: Array
+    verified: Array
+    reads: Array
+
+
 @dataclasses.dataclass(frozen=True)
 class LayerCache:
     """The states of one layer by name; ``kind`` is the layer's mixer."""

@@ -11,9 +11,11 @@ from hybrid_attn.transforms.offload import Offloaded, offload
 from hybrid_attn.transforms.restore import Prefetch, prefetch, restore
 from hybrid_attn.transforms.rewind import rewind
 from hybrid_attn.transforms.select_rows import select_rows
+from hybrid_attn.transforms.to_tier import Parked, to_tier
 
 __all__ = [
     "Offloaded",
+    "Parked",
     "Prefetch",
     "clear_faults",
     "fork",
@@ -23,4 +25,5 @@ __all__ = [
     "restore",
     "rewind",
     "select_rows",
+    "to_tier",
 ]

@@ -3,11 +3,12 @@
 import dataclasses
 from typing import TYPE_CHECKING
 
+import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
 from hybrid_attn.cache.layout import Group, layout_of
-from hybrid_attn.cache.states import Cache
+from hybrid_attn.cache.states import Cache, DiskPrefix
 from hybrid_attn.store.blocks import Block
 
 if TYPE_CHECKING:
@@ -110,6 +111,42 @@ def offload(
         count += len(blocks)
         total += sum(group.nbytes for group, _ in wanted)
     return Offloaded(lengths // size * size, kept, count, total)
+
+
+def disk_prefix(cache: Cache, store: "Store", tokens: ArrayLike) -> DiskPrefix:
+    """Which blocks of each row the store holds, every one of them verified.
+
+    Args:
+      cache, tokens: as `offload`.
+    """
+    ids = check_tokens(tokens, cache.batch)
+    layout = layout_of(cache)
+    lengths = np.asarray(cache.length)
+    count = int(lengths.max(initial=0)) // layout.block_tokens
+    chain = np.zeros((cache.batch, count, 4), np.uint32)
+    generation = np.full((cache.batch, count, len(layout.groups)), -1, np.int32)
+    verified = np.zeros((cache.batch,), np.int32)
+    for row, length in enumerate(lengths):
+        digests = store.chain(
+            layout.fingerprint, ids[row, :length], layout.block_tokens
+        )
+        whole = True
+        for i, digest in enumerate(digests):
+            chain[row, i] = np.frombuffer(bytes.fromhex(digest), ">u4")
+            for g, group in enumerate(layout.groups):
+                payload = store.fetch(group.name, group.fingerprint, digest)
+                if payload is not None:
+                    generation[row, i, g] = payload.header.generation & 0x7FFFFFFF
+                elif group.family == "history":
+                    whole = False
+            if whole:
+                verified[row] = digest.length
+    return DiskPrefix(
+        chain=jnp.asarray(chain),
+        generation=jnp.asarray(generation),
+        verified=jnp.asarray(verified),
+        reads=jnp.zeros((cache.batch, count), jnp.int32),
+    )
 
 
 class _Host:

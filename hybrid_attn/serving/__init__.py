@@ -1,0 +1,1 @@
+"""Serving: what stands above the model and moves caches about."""
