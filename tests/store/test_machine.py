@@ -16,6 +16,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from hybrid_attn.store.blocks import Block, object_name
 from tests.store import samples
 from tests.store.samples import make, open_store, right
 
@@ -27,8 +28,9 @@ CHAINS = [
     make(samples.tokens(12, 1)),
 ]
 BLOCKS = [block for blocks in CHAINS for block in blocks]
-BY_KEY = {(block.group, str(block.chain)): block for block in BLOCKS}
-PARENT = {str(block.chain): block.parent for block in BLOCKS}
+type Key = tuple[str, str]
+BY_KEY: dict[Key, Block] = {(block.group, str(block.chain)): block for block in BLOCKS}
+PARENT = {str(block.chain): block.parent or "" for block in BLOCKS}
 
 
 class Crash(BaseException):
@@ -73,14 +75,30 @@ def ancestors(digest: str) -> set[str]:
     return found
 
 
+def connected(digest: str, present: set[str]) -> set[str]:
+    """The digest and those before it, as far as they are present without a gap."""
+    found = set()
+    while digest in present:
+        found.add(digest)
+        digest = PARENT[digest]
+    return found
+
+
 class StoreMachine(RuleBasedStateMachine):
-    """``held`` is the model: what was acknowledged and not taken away again."""
+    """A store against a model.
+
+    ``held`` is what was acknowledged and not taken away again; all of it must be
+    there. ``loose`` are keys of which a crash may have left sound objects that no key
+    names: these may come back, when the index is rebuilt, and nothing else may.
+    """
 
     def __init__(self):
         super().__init__()
         self.root = Path(tempfile.mkdtemp())
-        self.held: set[tuple[str, str]] = set()
+        self.held: set[Key] = set()
+        self.loose: set[Key] = set()
         self.pins: list[str] = []
+        self.index_damaged = False
 
     def teardown(self):
         shutil.rmtree(self.root)
@@ -92,15 +110,17 @@ class StoreMachine(RuleBasedStateMachine):
             return self.io
 
         self.store = open_store(self.root / "s", wrap=wrap)
+        self.pins = []
+        self.index_damaged = False
 
-    def present(self) -> set[tuple[str, str]]:
+    def look(self, *, least: set[Key]) -> set[Key]:
+        """What is there now: the least that must be, and what may be besides."""
         found = {key: right(self.store, block) for key, block in BY_KEY.items()}
         assert False not in found.values(), "wrong bytes"
-        return {key for key, ok in found.items() if ok}
-
-    def restart(self):
-        self.pins = []
-        self.start()
+        here = {key for key, ok in found.items() if ok}
+        assert least <= here, "lost"
+        assert here <= self.held | self.loose | least, "nobody published this"
+        return here
 
     def crash(self, after: int, work) -> bool:
         """Does the work, or as much of it as ``after`` writes; restarts if it died."""
@@ -108,36 +128,40 @@ class StoreMachine(RuleBasedStateMachine):
         try:
             work()
         except Crash:
-            self.restart()
+            self.start()
             return True
         self.io.left = 10**9
         return False
 
     after = st.one_of(st.just(10**9), st.integers(0, 12))
     chains = st.integers(0, len(CHAINS) - 1)
+    keys = st.sampled_from(sorted(BY_KEY))
 
     @rule(chain=chains, upto=st.integers(1, 8), after=after, replace=st.booleans())
     def publish(self, chain, upto, after, replace):
         blocks = CHAINS[chain][:upto]
-        keys = {(b.group, str(b.chain)) for b in blocks}
-        new = keys - self.held
-        died = self.crash(after, lambda: self.store.publish(blocks, replace=replace))
-        here = self.present()
-        assert self.held <= here
-        if died:
-            assert new <= here or not new & here, "half of a call is visible"
+        wanted = {(b.group, str(b.chain)) for b in blocks}
+        new = wanted - self.held - self.loose
+        damaged = self.index_damaged
+        if self.crash(after, lambda: self.store.publish(blocks, replace=replace)):
+            self.loose |= wanted
+            here = self.look(least=self.held)
+            whole = new <= here or not new & here
+            assert whole or damaged, "half of a call is visible"
         else:
-            assert new <= here
+            here = self.look(least=self.held | wanted)
         self.held = here
 
-    @rule(key=st.sampled_from(sorted(BY_KEY)))
+    @rule(key=keys)
     def fetch(self, key):
-        block = BY_KEY[key]
-        found = right(self.store, block)
-        assert (found is True) == (key in self.held)
-        assert self.store.contains(key[0], samples.LAYOUT, key[1]) == (key in self.held)
+        found = right(self.store, BY_KEY[key])
+        assert found is not False
+        assert found or key not in self.held
+        assert not found or key in self.held | self.loose
+        listed = self.store.contains(key[0], samples.LAYOUT, key[1])
+        assert listed == (found is True)
 
-    @rule(key=st.sampled_from(sorted(BY_KEY)))
+    @rule(key=keys)
     def pin(self, key):
         self.store.pin([key[1]])
         self.pins.append(key[1])
@@ -149,53 +173,71 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(budget=st.integers(0, 12_000), after=after)
     def evict(self, budget, after):
-        pins = set().union(*(ancestors(digest) for digest in self.pins))
+        before = {key[1] for key in self.look(least=self.held)}
+        pins = set().union(*(connected(digest, before) for digest in self.pins))
         died = self.crash(after, lambda: self.store.gc(budget))
-        here = self.present()
-        assert here <= self.held
-        assert {key for key in self.held if key[1] in pins} <= here
-        gone = {key[1] for key in self.held - here}
-        for key in here:
-            assert not gone & ancestors(key[1]), "stands on what went"
+        kept = {key for key in self.held if key[1] in pins}
+        here = self.look(least=kept)
         total = self.store.stats.bytes_on_disk
-        assert died or total <= budget or all(key[1] in pins for key in here)
+        if died:
+            self.loose |= self.held
+        else:
+            gone = before - {key[1] for key in here}
+            for key in here:
+                assert not gone & connected(key[1], before), "stands on what went"
+            assert total <= budget or all(key[1] in pins for key in here)
+            self.loose = set()
         self.held = here
 
-    @rule(key=st.sampled_from(sorted(BY_KEY)), after=after)
+    @rule(key=keys, after=after)
     def forget(self, key, after):
         doomed = {k for k in BY_KEY if key[1] in ancestors(k[1])}
         died = self.crash(after, lambda: self.store.forget([key[1]]))
-        here = self.present()
-        assert self.held - doomed <= here <= self.held
-        assert died or not doomed & here
+        if died:
+            self.loose |= self.held & doomed
+        here = self.look(least=self.held - doomed)
+        if not died:
+            known = {k for k in doomed if k in self.held}
+            assert not known & here
         self.held = here
 
-    @rule(key=st.sampled_from(sorted(BY_KEY)), bit=st.integers(0, 3500))
+    @rule(key=keys, bit=st.integers(0, 3500))
     def damage(self, key, bit):
-        if key in self.held:
-            path = samples.object_of(self.root / "s", BY_KEY[key])
-            samples.flip(path, bit)
+        block = BY_KEY[key]
+        if key not in self.held:
+            return
+        payload = self.store.fetch(block.group, block.layout, block.chain)
+        assert payload is not None
+        generation = payload.header.generation
+        name = object_name(block.group, block.chain, generation)
+        samples.flip(self.root / "s" / name, bit)
+        if bit % 2:
+            report = self.store.verify()
+            assert name in report.damaged
+        found = right(self.store, block)
+        # An older sound generation may take its place.
+        assert found is None or (found and key in self.loose)
+        if not found:
             self.held.discard(key)
-            if bit % 2:
-                assert right(self.store, BY_KEY[key]) is None
-            else:
-                report = self.store.verify()
-                assert list(report.damaged) == [str(path.relative_to(self.root / "s"))]
 
     @rule(name=st.sampled_from(["seal", "manifest.ocdbt"]), bit=st.integers(0, 900))
     def damage_index(self, name, bit):
         path = next((self.root / "s" / "index").rglob(name), None)
         if path is not None:
             samples.flip(path, bit % (8 * path.stat().st_size))
+            self.index_damaged = True
 
     @rule()
     def reopen(self):
         self.store.close()
-        self.restart()
+        self.start()
+        self.held = self.look(least=self.held)
 
     @rule()
     def rebuild_index(self):
         self.store.rebuild_index()
+        self.index_damaged = False
+        self.held = self.look(least=self.held)
 
     @invariant()
     def counts_agree(self):
