@@ -1,7 +1,8 @@
 """The directory of one run: what it was asked, what it measured, where it stands.
 
     config.json    {"program": name, "config": {...}}, written first
-    env.json       versions and device; "resumed": those of later processes that differ
+    env.json       versions and device; "plan": of the cache's memory, if one was made;
+                   "resumed": those of later processes that differ
     metrics.jsonl  one object a line: "stage", "step" and the values
     tb/            the same values for TensorBoard, tag "stage/key"
     stages/*.json  {"stage": name, "result": {...}} of each finished stage
@@ -230,6 +231,22 @@ class Workdir:
                         "are flat"
                     )
         write_atomic(self.path / "summary.json", _dumps(dict(summary), indent=2) + "\n")
+
+    def write_plan(self, plan: Mapping[str, Any]) -> None:
+        """Adds the memory plan that this process uses to env.json.
+
+        A resumed process that plans otherwise gets an entry of its own in "resumed".
+
+        Raises:
+          ValueError: a value that JSON cannot hold.
+        """
+        path = self.path / "env.json"
+        record, plan = _load(path), json.loads(_dumps(dict(plan)))
+        last = record.get("resumed", [record])[-1]
+        if last.setdefault("plan", plan) != plan:
+            last = {k: v for k, v in last.items() if k not in ("plan", "resumed")}
+            record.setdefault("resumed", []).append(last | {"plan": plan})
+        write_atomic(path, _dumps(record, indent=2) + "\n")
 
     def close(self) -> None:
         """Flushes TensorBoard's file."""
