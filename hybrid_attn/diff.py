@@ -8,7 +8,8 @@ import numpy as np
 from hybrid_attn.cache.spec import CacheSpec
 from hybrid_attn.cache.states import Cache, State, check_state
 
-_COUNTS = ("length", "floor", "sealed", "faults")
+_COUNTS = ("length", "floor", "sealed", "faults", "cut")
+_VALID = ("length", "floor", "sealed", "cut")
 _ABSENT = "(absent)"
 
 
@@ -17,8 +18,9 @@ class Difference:
     """The first difference between two caches.
 
     Attributes:
-      state: "entries.key" (state and field), a count ("length"), a field of the spec
-        ("capacity"), or the part of the structure that differs ("batch").
+      state: "entries.key" (state and field), "cut window.key" (what a cut keeps of
+        one), a count ("length"), a field of the spec ("capacity"), or the part of the
+        structure that differs ("batch").
       layer: index of the layer; None for what belongs to no layer.
       kind: the layer's mixer; "counts", "spec" or "structure" otherwise.
       row: row of the batch, or None.
@@ -55,6 +57,7 @@ class _Counts(NamedTuple):
     length: np.ndarray
     floor: np.ndarray
     sealed: np.ndarray
+    cut: np.ndarray
 
 
 def diff(
@@ -64,10 +67,10 @@ def diff(
 
     Compared are, in this order: the spec, the structure (batch, layers, states,
     shapes and dtypes), the counts row by row, then the states layer by layer; within
-    a state the lowest row, then the lowest position. Only valid places count: entries
-    of groups that lie below ``length`` or ``sealed``, and ring slots that a step from
-    ``floor`` or later can ask for. Both caches are copied to the host, one array at
-    a time.
+    a state the lowest row, then the lowest position; after a layer's states its cut.
+    Only valid places count: entries of groups that lie below ``length`` or ``sealed``,
+    ring slots that a step from ``floor`` or later can ask for, and the rows of cuts
+    that have a position. Both caches are copied to the host, one array at a time.
 
     Args:
       tolerance: largest absolute difference of two values that count as equal; at 0
@@ -87,29 +90,41 @@ def diff(
         if (a != b).any():
             row = int(np.flatnonzero(a != b)[0])
             return Difference(name, None, "counts", row, None, int(a[row]), int(b[row]))
-    counts = _Counts(*(np.asarray(getattr(cache_a, n))[:, None] for n in _COUNTS[:3]))
+    counts = _Counts(*(np.asarray(getattr(cache_a, n))[:, None] for n in _VALID))
     for number, (a, b) in enumerate(zip(cache_a.layers, cache_b.layers, strict=True)):
         for name in a.states:
-            found = [
-                difference
-                for field, _ in _fields(a.states[name])
-                if (
-                    difference := _field(
-                        a.states[name],
-                        b.states[name],
-                        field,
-                        cache_a.spec,
-                        counts,
-                        tolerance,
-                    )
-                )
-            ]
+            found = _state(
+                name, a.states[name], b.states[name], cache_a.spec, counts, tolerance
+            )
             if found:
-                first = min(found, key=lambda d: (d.row, d.position))
-                return dataclasses.replace(
-                    first, state=f"{name}.{first.state}", layer=number, kind=a.kind
-                )
+                return dataclasses.replace(found, layer=number, kind=a.kind)
+        for name, array in cache_a.cuts[number].items():
+            one, other = (np.asarray(x) for x in (array, cache_b.cuts[number][name]))
+            position = counts.cut - one.shape[1] + np.arange(one.shape[1])
+            valid = (position >= 0) & (counts.cut > 0)
+            found = _first(f"cut {name}", one, other, valid, position, tolerance)
+            if found:
+                return dataclasses.replace(found, layer=number, kind=a.kind)
     return None
+
+
+def _state(
+    name: str,
+    a: State,
+    b: State,
+    spec: CacheSpec,
+    counts: _Counts,
+    tolerance: float,
+) -> Difference | None:
+    """The lowest row and position, over its arrays, at which two states differ."""
+    found = []
+    for field, _ in _fields(a):
+        axis = a.growing.get(field)
+        one, other = (np.asarray(getattr(state, field)) for state in (a, b))
+        valid, position = _valid(one.shape, axis, spec, counts)
+        one, other = (np.moveaxis(array, axis or 1, 1) for array in (one, other))
+        found.append(_first(f"{name}.{field}", one, other, valid, position, tolerance))
+    return min(filter(None, found), key=lambda d: (d.row, d.position), default=None)
 
 
 def _fields(state: State) -> list[tuple[str, Any]]:
@@ -157,6 +172,11 @@ def _structure(cache_a: Cache, cache_b: Cache) -> Difference | None:
             for field in {**arrays[0], **arrays[1]}:
                 left, right = (array.get(field, _ABSENT) for array in arrays)
                 found = found or differs(f"{name}.{field}", left, right, number)
+        cuts = [
+            {n: (x.shape, str(x.dtype)) for n, x in cache.cuts[number].items()}
+            for cache in (cache_a, cache_b)
+        ]
+        found = found or differs("cuts", cuts[0], cuts[1], number)
         if found:
             return found
     return None
@@ -176,19 +196,15 @@ def _valid(shape, axis: int | None, spec: CacheSpec, counts: _Counts):
     return (position >= 0) & (position >= counts.floor - reach), position
 
 
-def _field(
-    a: State,
-    b: State,
-    field: str,
-    spec: CacheSpec,
-    counts: _Counts,
+def _first(
+    state: str,
+    one: np.ndarray,
+    other: np.ndarray,
+    valid: np.ndarray,
+    position: np.ndarray,
     tolerance: float,
 ) -> Difference | None:
-    """The lowest row and position of one array at which the two states differ."""
-    axis = a.growing.get(field)
-    one, other = (np.asarray(getattr(state, field)) for state in (a, b))
-    valid, position = _valid(one.shape, axis, spec, counts)
-    one, other = (np.moveaxis(array, axis or 1, 1) for array in (one, other))
+    """The lowest row and position of arrays [b, places, ...] that differ."""
     unequal = _unequal(one, other, tolerance)
     places = unequal.reshape(*unequal.shape[:2], -1).any(-1) & valid
     if not places.any():
@@ -200,7 +216,7 @@ def _field(
     index = tuple(int(i) for i in np.argwhere(unequal[row, place])[0])
     where = (row, place, *index)
     return Difference(
-        field,
+        state,
         None,
         "",
         row,

@@ -103,6 +103,28 @@ def test_sealed_entries_are_held(cache):
     assert found is not None and (found.row, found.position) == (1, 12)
 
 
+def test_cuts(cache):
+    """By position; rows before position 0, and cuts at the start, hold nothing."""
+    cache = cache.replace(cut=jnp.asarray([16, 4, 0], jnp.int32))
+    reach = cache.cuts[1]["window.key"].shape[1]  # 7, one less than the window
+
+    def cut_changed(row, place):
+        cuts = [dict(cut) for cut in cache.cuts]
+        array = cuts[1]["window.key"]
+        cuts[1]["window.key"] = array.at[row, place, 0, 1].set(5.0)
+        return ha.diff(cache, cache.replace(cuts=tuple(cuts)))
+
+    found = cut_changed(0, 2)
+    assert found is not None
+    assert (found.state, found.layer, found.kind) == ("cut window.key", 1, "swa")
+    assert (found.row, found.position, found.index) == (0, 16 - reach + 2, (0, 1))
+    assert cut_changed(1, reach - 5) is None
+    assert cut_changed(1, reach - 4) is not None
+    assert cut_changed(2, reach - 1) is None
+    found = ha.diff(cache, cache.replace(cut=cache.cut.at[1].set(8)))
+    assert found is not None and str(found) == "counts: cut, row 1: 4 != 8"
+
+
 def test_tolerance(cache):
     where = (0, 0, 0, 0)
     value = cache.layers[0]["entries"].key[where]
