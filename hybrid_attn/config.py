@@ -138,6 +138,8 @@ class ModelConfig:
     query_norm: bool = True
     key_norm: bool = True
     sink: bool = True
+    # A constant key and value in place of the first token, behind every window.
+    sink_key: bool = False
     token_shift: bool = False
     # Window.
     window: int = 128
@@ -154,6 +156,8 @@ class ModelConfig:
     top_k: int = 64
     index_heads: int = 4
     index_dim: int = 32
+    index_norm: bool = True
+    index_weights: bool = True
     # Rotary embedding; `index_rope_dims` None means the same as `rope_dims`.
     rope_dims: int = 8
     index_rope_dims: int | None = None
@@ -263,6 +267,8 @@ def _check_config(config: ModelConfig) -> None:
         raise ValueError(
             f"decay_kinds={config.decay_kinds}: 'dense' has no window to decay over"
         )
+    if config.sink_key and config.shared_kv:
+        raise ValueError("sink_key needs values of their own: shared_kv=False")
     if config.output_groups > 1 and config.output_rank is None:
         raise ValueError("output_groups above 1 needs output_rank")
     if config.swiglu_limit is not None and not config.swiglu_limit > 0:

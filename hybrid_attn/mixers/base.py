@@ -21,6 +21,7 @@ from hybrid_attn.config import LayerSpec, ModelConfig
 from hybrid_attn.layers.linear import GroupedLinear, Linear
 from hybrid_attn.layers.norm import RMSNorm, rms_norm
 from hybrid_attn.layers.rope import rotate
+from hybrid_attn.mixers.sink import SinkKey
 from pallas_kernels.softmax import Partial, finish, merge
 from pallas_kernels.window_attention.xla import window_attention
 
@@ -100,6 +101,7 @@ class Mixer(nnx.Module):
         self.query_up = linear(rank or d, width)
         self.key_value = KeyValue(config, layer, rngs=rngs)
         self.sink = nnx.Param(jnp.zeros((layer.heads,))) if config.sink else None
+        self.sink_key = SinkKey(layer) if config.sink_key and layer.window else None
         self.shift = nnx.Param(jnp.zeros((d,))) if config.token_shift else None
         self.slopes = (
             nnx.Param(decay_slopes(layer, config.decay_rate))
@@ -178,6 +180,8 @@ class Mixer(nnx.Module):
         inputs = Inputs(x, key_input, latent, query)
         partial, new_states, aux = self.attend(inputs, states, span, dense=dense)
         new_states = {**shift_state, **new_states}
+        if self.sink_key is not None:
+            partial = self.sink_key(partial, query, span, scale=self.scale)
         sink = None if self.sink is None else self.sink[...]
         mixed = finish(partial, sink)
         if layer.shared_kv:

@@ -21,7 +21,10 @@ def _rope(config: ModelConfig, layer: LayerSpec) -> Rope:
 
 
 class Indexer(nnx.Module):
-    """score(t, e) = Σ_i w_ti · relu(q_ti · k_e) / sqrt(dim · heads)."""
+    """score(t, e) = Σ_i w_ti · relu(q_ti · k_e) / sqrt(dim · heads).
+
+    Without `index_weights` every w_ti is 1.
+    """
 
     def __init__(self, config: ModelConfig, layer: LayerSpec, *, rngs: nnx.Rngs):
         self.heads, self.dim = config.index_heads, config.index_dim
@@ -29,7 +32,11 @@ class Indexer(nnx.Module):
         dtype = config.compute_dtype
         rank = config.query_rank or config.hidden_size
         self.query = Linear(rank, self.heads * self.dim, rngs=rngs, dtype=dtype)
-        self.weight = Linear(config.hidden_size, self.heads, rngs=rngs, dtype=dtype)
+        self.weight = (
+            Linear(config.hidden_size, self.heads, rngs=rngs, dtype=dtype)
+            if config.index_weights
+            else None
+        )
         self.compressor = Compressor(
             config,
             self.dim,
@@ -38,7 +45,7 @@ class Indexer(nnx.Module):
             rngs=rngs,
             slot_bias=config.slot_bias,
         )
-        self.norm = RMSNorm(self.dim, config.norm_eps)
+        self.norm = RMSNorm(self.dim, config.norm_eps) if config.index_norm else None
 
     @classmethod
     def init_state(
@@ -53,7 +60,10 @@ class Indexer(nnx.Module):
     def queries(self, latent: Array, x: Array, span) -> tuple[Array, Array]:
         """(query float32[b, t, i, c], weight float32[b, t, i], scaled)."""
         query = self.query(latent).reshape(*x.shape[:-1], self.heads, self.dim)
-        weight = self.weight(x).astype(jnp.float32)
+        if self.weight is None:
+            weight = jnp.ones((*x.shape[:-1], self.heads), jnp.float32)
+        else:
+            weight = self.weight(x).astype(jnp.float32)
         scale = self.dim**-0.5 * self.heads**-0.5
         return rotate(query, span.angle_positions, self.rope), weight * scale
 
@@ -64,7 +74,8 @@ class Indexer(nnx.Module):
         ring = None if state is None else (state.content, state.score)
         pooled, first, ring = self.compressor(x, ring, span)
         positions = self.compressor.positions(first, pooled.shape[1], span)
-        key = rotate(self.norm(pooled), positions, self.rope)
+        key = pooled if self.norm is None else self.norm(pooled)
+        key = rotate(key, positions, self.rope)
         if state is None or ring is None:
             return jnp.swapaxes(key, 1, 2), None
         key = self.compressor.append(state.key, key, first, span, axis=2)
