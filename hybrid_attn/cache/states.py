@@ -3,7 +3,9 @@
 Which rows of a state are valid follows from the cache's per-row counts, never from
 the data. A state class says to which family it belongs (*history*: needs the whole
 chain; *recent*: needs only a trailing span) and which of its fields grow with the
-capacity, along which axis.
+capacity, along which axis. Its other fields are rings [b, r, ...], slot = position
+modulo r, with r the rows before a position that a step reads, and ``undo`` more: that
+is what a boundary keeps of them.
 """
 
 import dataclasses

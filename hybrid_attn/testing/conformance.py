@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from hybrid_attn.config import ModelConfig
-from hybrid_attn.testing import cuts, documents, drafts, rows, safety, states
+from hybrid_attn.testing import cuts, documents, drafts, rows, safety, states, stores
 from hybrid_attn.testing.report import Checks, Result
 from hybrid_attn.testing.subject import Subject, as_config
 
@@ -32,6 +32,10 @@ INVARIANTS: tuple[Invariant, ...] = (
     states.sealed_entries,
     states.growing,
     states.selecting_rows,
+    stores.restored_equals_cold,
+    stores.decoded_boundaries,
+    stores.replayed_equals_cold,
+    stores.tiers,
     safety.causality,
     safety.masked_rows,
     safety.gradients,
