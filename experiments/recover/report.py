@@ -1,0 +1,307 @@
+"""report.md and figures/ of a run, from the files of its directory alone.
+
+python -m experiments.recover.report DIR      writes them anew
+"""
+
+import dataclasses
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from experiments.workdir import write_atomic
+
+_BLUE, _ORANGE = "#0072B2", "#D55E00"
+PLACES = ("header", "payload", "padding", "index", "seal", "marker", "usage")
+
+
+@dataclasses.dataclass(frozen=True)
+class Bar:
+    """What a key has to be: ``sign`` is "=", "<=", ">=" or ">"; ``limit`` a number or
+    another key.
+    """
+
+    key: str
+    sign: str
+    limit: float | str
+    text: str
+
+    def holds(self, keys: Mapping[str, Any]) -> bool:
+        value = keys[self.key]
+        limit = keys[self.limit] if isinstance(self.limit, str) else self.limit
+        return {
+            "=": value == limit,
+            "<=": value <= limit,
+            ">=": value >= limit,
+            ">": value > limit,
+        }[self.sign]
+
+
+BARS = (
+    Bar("flips_detected", "=", "flips_injected", "flips on disk that were detected"),
+    Bar("wrong_logits", "=", 0, "rows with wrong logits after a flip"),
+    Bar("rebuilt", "=", "flips_injected", "flips after which all is verified again"),
+    Bar("naive_reuse_wrong", ">", 0, "control: wrong prompts, entries alone"),
+    Bar("ours_reuse_wrong", "=", 0, "wrong prompts, restored with recent states"),
+    Bar(
+        "resident_flips_detected",
+        "=",
+        "resident_flips_injected",
+        "flips in memory that the scrubber found",
+    ),
+    Bar("rebuild_stall_ratio", "<=", 1.2, "p99 of a step in a storm over idle"),
+    Bar("storm_bad_reads", "=", 0, "reads in a storm without the right bytes"),
+    Bar("rebuild_pipeline_gain", ">", 1, "serial rebuilding over the pipeline"),
+    Bar("recomputed_without_copy", ">=", 1, "blocks remade without a second copy"),
+    Bar("graph_violations", "=", 0, "reads over a stale dependency"),
+    Bar("verify_overhead", "<=", 0.15, "CRC32C's share of offload + restore"),
+    Bar("ttft_speedup_16k", ">=", 20, "first token, recomputed over restored, 16k"),
+    Bar("ttft_logits_equal", "=", True, "restored logits equal bit for bit"),
+)
+
+
+def table_rows(keys: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
+    """(text, measured, bar, "met" or "NOT met") of each bar that was measured."""
+    rows = []
+    for bar in BARS:
+        if bar.key in keys:
+            limit = keys[bar.limit] if isinstance(bar.limit, str) else bar.limit
+            met = "met" if bar.holds(keys) else "NOT met"
+            wanted = f"{bar.sign} {number(limit)}"
+            rows.append((bar.text, number(keys[bar.key]), wanted, met))
+    return rows
+
+
+def number(value: Any) -> str:
+    """A value for a table."""
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return f"{value:,}" if type(value) is int else str(value)
+
+
+def write_report(workdir: str | Path) -> Path:
+    """Writes report.md and figures/*.png from summary.json.
+
+    Returns:
+      The path of report.md.
+
+    Raises:
+      FileNotFoundError: the run is not finished.
+    """
+    workdir = Path(workdir)
+    keys = json.loads((workdir / "summary.json").read_text(encoding="utf-8"))
+    env = json.loads((workdir / "env.json").read_text(encoding="utf-8"))
+    config = json.loads((workdir / "config.json").read_text(encoding="utf-8"))["config"]
+    figures = workdir / "figures"
+    figures.mkdir(exist_ok=True)
+    parts = [
+        "# A cache under faults",
+        f"Times on the model `{config['model']}`; flips, control and graph on a small "
+        f"one. {env['cpu_count']} CPU cores, {env['device_kind']}, JAX {env['jax']}, "
+        f"Python {env['python']}; {keys['total_seconds']:.0f} s. Every ratio is of one "
+        "run; the config is in `config.json`, what each key means in the modules' "
+        "docstrings.",
+        _table(("", "measured", "bar", ""), table_rows(keys)),
+    ]
+    missed = [row[0] for row in table_rows(keys) if row[3] != "met"]
+    parts.append(
+        f"**Not met: {'; '.join(missed)}.**" if missed else "Every bar is met."
+    )
+    for section in (_flips, _reuse, _resident, _storm, _graph, _throughput):
+        parts += section(keys, config, figures)
+    report = workdir / "report.md"
+    write_atomic(report, "\n\n".join(parts) + "\n")
+    return report
+
+
+def _flips(keys, config, figures: Path) -> list[str]:
+    if "flips_injected" not in keys:
+        return []
+    places = [(place, keys.get(f"flips_in_{place}", 0)) for place in PLACES]
+    figure = Figure(figsize=(7, 3), layout="constrained")
+    axes = figure.subplots()
+    bars = axes.bar(*zip(*places, strict=True), color=_BLUE)
+    axes.bar_label(bars, fontsize=8)
+    axes.set_yscale("symlog")
+    axes.set_title("Flipped bits by what they were part of", loc="left")
+    _save(figure, figures / "flips.png")
+    return [
+        "## Flips on disk",
+        f"{keys['flips_injected']:,} single bits, evenly over the bytes of blocks, and "
+        f"at least {config['flips']['index_share']:.0%} in the other files. After each "
+        f"round of at most {config['flips']['rows']} (one a prompt) a reader opens the "
+        "store or goes on with an open one, restores, and its logits are compared bit "
+        "for bit with a cold run.",
+        _table(
+            ("", "flips"),
+            [
+                *places_text(places),
+                ("detected", f"{keys['flips_detected']:,}"),
+                (
+                    "of these, by `verify` and not by a reader",
+                    f"{keys['flips_detected_by_scrub_only']:,}",
+                ),
+                ("rows with wrong logits", f"{keys['wrong_logits']:,}"),
+                ("all verified again", f"{keys['rebuilt']:,}"),
+                (
+                    "blocks from the second copy",
+                    f"{keys.get('rebuilt_from_copy', 0):,}",
+                ),
+                (
+                    "blocks recomputed from tokens",
+                    f"{keys.get('rebuilt_by_recompute', 0):,}",
+                ),
+            ],
+        ),
+        "Lock files are empty and quarantined objects are read by nobody: both are "
+        "left out. Nothing else is.",
+        "![Flips](figures/flips.png)",
+    ]
+
+
+def places_text(places) -> list[tuple[str, str]]:
+    """Rows of a table from (place, count)."""
+    return [(f"in {place}", f"{count:,}") for place, count in places]
+
+
+def _reuse(keys, config, figures: Path) -> list[str]:
+    if "naive_reuse_wrong" not in keys:
+        return []
+    return [
+        "## Reuse by equal prefix alone",
+        f"Of {keys['reuse_prompts']} prompts that go on from copied entries with empty "
+        f"windows and frontiers, {keys['naive_reuse_wrong']} have logits off by more "
+        f"than {config['control']['tolerance']:g} (the largest error is "
+        f"{keys['naive_reuse_error']:.3g}). Restored with their recent states, "
+        f"{keys['ours_reuse_wrong']} have a bit other than the cold run.",
+    ]
+
+
+def _resident(keys, config, figures: Path) -> list[str]:
+    if "scrub_overhead" not in keys:
+        return []
+    where = [
+        (
+            place,
+            number(keys[f"resident_flips_injected_{place}"]),
+            number(keys[f"resident_flips_detected_{place}"]),
+            number(keys[f"resident_false_findings_{place}"]),
+        )
+        for place in ("host", "device")
+    ]
+    return [
+        "## Flips in memory",
+        f"{keys['resident_blocks']} sealed blocks ({keys['resident_bytes'] / 1e6:.3g} "
+        "MB) in each memory; the scrubber goes round twice at most.",
+        _table(("copies", "flipped", "found", "found where nothing was"), where),
+        f"At {config['resident']['sample']} block(s) a decoding step, a round of all "
+        f"takes {keys['scrub_round_steps']} steps. Scrubbing takes "
+        f"{keys['scrub_us_per_step']:.0f} us a step of {keys['scrub_step_ms']:.3g} ms: "
+        f"{keys['scrub_overhead']:.2%}; steps with scrubbing over steps without, in "
+        f"turn: {keys['scrub_step_ratio']:.3f}.",
+    ]
+
+
+def _storm(keys, config, figures: Path) -> list[str]:
+    if "rebuild_stall_ratio" not in keys:
+        return []
+    storm = config["storm"]
+    rows = [
+        (text, number(keys[key]), number(keys[f"{key}_threads"]))
+        for text, key in (
+            ("p99 of a step in storms over idle", "rebuild_stall_ratio"),
+            ("median of a step in storms over idle", "storm_median_ratio"),
+            ("p99 in storms, ms", "storm_step_ms_p99"),
+            ("p99 idle, ms", "idle_step_ms_p99"),
+            ("longest read of a block in storms, ms", "reader_stall_ms_max"),
+            ("longest read idle, ms", "reader_idle_ms_max"),
+            ("steps in storms", "storm_steps"),
+            ("seconds of all storms", "storm_seconds"),
+            ("blocks rebuilt", "storm_rebuilt"),
+            ("reads without the right bytes", "storm_bad_reads"),
+        )
+    ]
+    figure = Figure(figsize=(7, 3), layout="constrained")
+    axes = figure.subplots()
+    for offset, suffix, color in ((-0.2, "", _BLUE), (0.2, "_threads", _ORANGE)):
+        values = [
+            keys[f"{key}{suffix}"] for key in ("idle_step_ms_p99", "storm_step_ms_p99")
+        ]
+        name = "rebuilt by threads" if suffix else "rebuilt by a process"
+        bars = axes.bar([offset, 1 + offset], values, 0.38, label=name, color=color)
+        axes.bar_label(bars, fmt="%.3g", fontsize=8)
+    axes.set_xticks([0, 1], ["idle", "in a storm"])
+    axes.set_ylabel("p99 of a step, ms")
+    axes.legend()
+    _save(figure, figures / "storm.png")
+    return [
+        "## Rebuilding while decoding",
+        f"{storm['storms']} storms of {storm['rebuilds']} blocks, with as many idle "
+        f"steps after each; {storm['rows']} sequences decode from {storm['context']} "
+        f"tokens on, and every {storm['read_every']} steps a block is read. Reads of "
+        f"the second copy take {storm['slow_ms']:g} ms more.",
+        _table(("", "a process of least priority", "threads of the decoder"), rows),
+        f"One after the other a block takes {keys['rebuild_serial_ms']:.3g} ms, "
+        f"through the pipeline ({storm['fetchers']} threads fetch) "
+        f"{keys['rebuild_pipeline_ms']:.3g} ms: {keys['rebuild_pipeline_gain']:.3g} × "
+        f"faster. Damaged in both copies and recomputed from tokens to the same bits: "
+        f"{keys['recomputed_without_copy']} of 1.",
+        "![Storm](figures/storm.png)",
+    ]
+
+
+def _graph(keys, config, figures: Path) -> list[str]:
+    if "graph_violations" not in keys:
+        return []
+    return [
+        "## The graph of cache groups",
+        f"{keys['graph_events']:,} random events, {keys['graph_us_per_event']:.3g} us "
+        f"each. Of {keys['graph_reads']:,} reads {keys['graph_reads_given']:,} were "
+        f"given, {keys['graph_violations']} of them over something stale; "
+        f"{keys['graph_withheld']} were refused that could have been given.",
+    ]
+
+
+def _throughput(keys, config, figures: Path) -> list[str]:
+    if "verify_overhead" not in keys:
+        return []
+    rows = [
+        (
+            what,
+            number(keys[f"{what}_seconds"]),
+            number(keys[f"{what}_seconds_unchecked"]),
+        )
+        for what in ("offload", "restore")
+    ]
+    return [
+        "## A long prefix",
+        f"The first token after {keys['ttft_tokens']:,} tokens: "
+        f"{keys['ttft_cold_seconds']:.3g} s recomputed, "
+        f"{keys['ttft_restored_seconds']:.3g} s restored from files (median of "
+        f"{config['throughput']['repeats']}).",
+        _table(("seconds", "with CRC32C", "without"), rows),
+        f"Median overhead of pairs in turn: {keys['verify_overhead']:.1%} (worst "
+        f"{keys['verify_overhead_worst']:.1%}), of {keys['offload_bytes'] / 1e6:.3g} "
+        "MB. Without, nothing but CRC32C is left out; headers are compared in both.",
+    ]
+
+
+def _save(figure: Figure, path: Path) -> None:
+    # A killed program must not leave half a picture.
+    part = path.with_name(f".{path.name}")
+    figure.savefig(part, format="png", dpi=150)
+    part.replace(path)
+
+
+def _table(columns, rows) -> str:
+    lines = [columns, ["---", *["---:"] * (len(columns) - 1)], *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        raise SystemExit("usage: python -m experiments.recover.report DIR")
+    print(write_report(sys.argv[1]))

@@ -1,0 +1,61 @@
+"""The process that rebuilds blocks beside one that decodes: least priority, no GIL.
+
+Reads one line of JSON (urls, keys, settings) from standard input, answers "ready", and
+then rebuilds all keys for each further line and answers with counts as JSON.
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+
+import hybrid_attn as ha
+from experiments.recover.slow import slow_reads
+from hybrid_attn.store.rebuild import BlockKey, Rebuilder
+
+
+def rebuild_all(
+    store: ha.store.Store,
+    copy: ha.store.Store,
+    keys: Sequence[BlockKey],
+    fetchers: int,
+    *,
+    serial: bool = False,
+) -> dict[str, float]:
+    """Rebuilds blocks through the pipeline, or one after the other.
+
+    Returns:
+      ok: how many; seconds.
+    """
+    begin = time.perf_counter()
+    workers = {"fetch": 1 if serial else fetchers}
+    with Rebuilder(store, replicas=[copy], workers=workers) as rebuilder:
+        if serial:
+            results = [rebuilder.submit(k, replace=True).result() for k in keys]
+        else:
+            futures = [rebuilder.submit(key, replace=True) for key in keys]
+            results = [future.result() for future in futures]
+    seconds = time.perf_counter() - begin
+    return {"ok": sum(result.ok for result in results), "seconds": seconds}
+
+
+def main() -> None:
+    """Serves a `storm.WorkerProcess` until standard input ends."""
+    os.nice(19)
+    request = json.loads(sys.stdin.readline())
+    keys = [BlockKey(*key) for key in request["keys"]]
+    identity = request["model_id"]
+    slow = slow_reads(request["slow_seconds"])
+    with (
+        ha.store.open(request["store"], model_id=identity) as store,
+        ha.store.open(request["copy"], model_id=identity, wrap=slow) as copy,
+    ):
+        print("ready", flush=True)
+        for _ in sys.stdin:
+            done = rebuild_all(store, copy, keys, request["fetchers"])
+            print(json.dumps(done), flush=True)
+
+
+if __name__ == "__main__":
+    main()
