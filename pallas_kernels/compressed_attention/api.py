@@ -1,0 +1,55 @@
+"""Attention over all visible entries of a history."""
+
+from pallas_kernels.abi import Layout, check_stored
+from pallas_kernels.array_typing import Entries, Queries, Visible
+from pallas_kernels.compressed_attention import xla
+from pallas_kernels.dispatch import Dispatch, Implementation
+from pallas_kernels.softmax import Partial
+
+DISPATCH = Dispatch(
+    "compressed_attention", Implementation("xla", xla.compressed_attention)
+)
+ENTRY_AXES = ("b", "e", "k", "h")
+
+
+def compressed_attention(
+    query: Queries,
+    key: Entries,
+    value: Entries,
+    visible: Visible,
+    *,
+    scale: float,
+    static: bool,
+    visible_from: Visible | None = None,
+    entry_layout: Layout | None = None,
+    implementation: str | None = None,
+) -> Partial:
+    """Softmax sums over entries visible_from..visible-1 of each query.
+
+    Args:
+      query: float[b, t, n, h]; key, value: float[b, e, k, h].
+      visible: int32[b, t].
+      scale: factor on q·k.
+      static: read every block (differentiable) instead of the blocks in use.
+      visible_from: int32[b, t], the first entry that each query may read; None for 0.
+      entry_layout: the owner's description of key and value, checked if given.
+      implementation: a name of ``DISPATCH.names``; None for the best supported.
+
+    Raises:
+      LayoutError: key or value is not as described.
+      Unsupported: the named implementation does not serve the call.
+
+    Source: the boundary rule and joint softmax of DeepSeek-V4 (arXiv 2606.19348).
+    """
+    check_stored(entry_layout, ENTRY_AXES, key, "compressed_attention key")
+    check_stored(entry_layout, ENTRY_AXES, value, "compressed_attention value")
+    return DISPATCH(
+        query,
+        key,
+        value,
+        visible,
+        scale=scale,
+        static=static,
+        visible_from=visible_from,
+        implementation=implementation,
+    )

@@ -1,0 +1,69 @@
+"""Attention over a chosen list of entries per query."""
+
+from jaxtyping import Array, Bool, Int
+
+from pallas_kernels.abi import Layout, check_stored
+from pallas_kernels.array_typing import Entries, Queries
+from pallas_kernels.dispatch import Dispatch, Implementation
+from pallas_kernels.softmax import Partial
+from pallas_kernels.sparse_attention import xla
+
+DISPATCH = Dispatch("sparse_attention", Implementation("xla", xla.sparse_attention))
+MASKED_DISPATCH = Dispatch(
+    "masked_attention", Implementation("xla", xla.masked_attention)
+)
+ENTRY_AXES = ("b", "e", "k", "h")
+
+
+def sparse_attention(
+    query: Queries,
+    key: Entries,
+    value: Entries,
+    chosen: Int[Array, "b t c"],
+    *,
+    scale: float,
+    entry_layout: Layout | None = None,
+    implementation: str | None = None,
+) -> Partial:
+    """Softmax sums over the entries that each query chose.
+
+    Args:
+      query: float[b, t, n, h]; key, value: float[b, e, k, h].
+      chosen: int32[b, t, c], entry indices, -1 = none.
+      scale: factor on q·k.
+      entry_layout: the owner's description of key and value, checked if given.
+      implementation: a name of ``DISPATCH.names``; None for the best supported.
+
+    Raises:
+      LayoutError: key or value is not as described.
+      Unsupported: the named implementation does not serve the call.
+    """
+    check_stored(entry_layout, ENTRY_AXES, key, "sparse_attention key")
+    check_stored(entry_layout, ENTRY_AXES, value, "sparse_attention value")
+    return DISPATCH(
+        query, key, value, chosen, scale=scale, implementation=implementation
+    )
+
+
+def masked_attention(
+    query: Queries,
+    key: Entries,
+    value: Entries,
+    mask: Bool[Array, "b t e"],
+    *,
+    scale: float,
+    implementation: str | None = None,
+) -> tuple[Partial, Array]:
+    """The same over a mask, with the attention weight of each entry.
+
+    Args:
+      query, key, value, scale, implementation: as `sparse_attention`.
+      mask: bool[b, t, e].
+
+    Returns:
+      (softmax sums, weights float32[b, t, e] normalised over the mask and averaged
+      over heads). Costs t·e, so for training lengths only.
+    """
+    return MASKED_DISPATCH(
+        query, key, value, mask, scale=scale, implementation=implementation
+    )

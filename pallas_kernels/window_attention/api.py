@@ -1,0 +1,64 @@
+"""Sliding-window attention with time decay."""
+
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.abi import Layout, check_stored
+from pallas_kernels.array_typing import Keys, Positions, Queries
+from pallas_kernels.dispatch import Dispatch, Implementation
+from pallas_kernels.softmax import Partial
+from pallas_kernels.window_attention import xla
+
+DISPATCH = Dispatch("window_attention", Implementation("xla", xla.window_attention))
+KEY_AXES = ("b", "s", "k", "h")
+
+
+def window_attention(
+    query: Queries,
+    key: Keys,
+    value: Keys,
+    query_position: Positions,
+    key_position: Int[Array, "b s"],
+    *,
+    window: int,
+    scale: float,
+    decay: Float[Array, " n"] | None,
+    contiguous: bool,
+    visible_from: Positions | None = None,
+    key_layout: Layout | None = None,
+    implementation: str | None = None,
+) -> Partial:
+    """Softmax sums over the keys at distance 0..window-1 of each query.
+
+    Args:
+      query: float[b, t, n, h].
+      key, value: float[b, s, k, h] (the same array for shared key/values).
+      query_position: int32[b, t]; key_position: int32[b, s], negative = no key.
+      window: keys that a query reads at most, itself included.
+      scale: factor on q·k.
+      decay: float[n], nats by which a logit falls per token of distance, or None.
+      contiguous: key i stands at key_position[:, 0] + i and query j at key j +
+        window - 1.
+      visible_from: int32[b, t], the least key position that each query may read; None
+        for 0.
+      key_layout: the owner's description of key and value, checked if given.
+      implementation: a name of ``DISPATCH.names``; None for the best supported.
+
+    Raises:
+      LayoutError: key or value is not as described.
+      Unsupported: the named implementation does not serve the call.
+    """
+    check_stored(key_layout, KEY_AXES, key, "window_attention key")
+    check_stored(key_layout, KEY_AXES, value, "window_attention value")
+    return DISPATCH(
+        query,
+        key,
+        value,
+        query_position,
+        key_position,
+        window=window,
+        scale=scale,
+        decay=decay,
+        contiguous=contiguous,
+        visible_from=visible_from,
+        implementation=implementation,
+    )
