@@ -74,7 +74,8 @@ def diff(
 
     Args:
       tolerance: largest absolute difference of two values that count as equal; at 0
-        their bits must be the same (so 0.0 differs from -0.0), above 0 NaN equals NaN.
+        their bits must be the same (so 0.0 differs from -0.0) and so must ``on_grid``;
+        above 0 NaN equals NaN.
 
     Raises:
       ValueError: a negative or undefined tolerance.
@@ -85,7 +86,8 @@ def diff(
     found = _spec(cache_a.spec, cache_b.spec) or _structure(cache_a, cache_b)
     if found:
         return found
-    for name in _COUNTS:
+    # `on_grid` says how values came about, which decides about bits alone.
+    for name in _COUNTS if tolerance else (*_COUNTS, "on_grid"):
         a, b = (np.asarray(getattr(cache, name)) for cache in (cache_a, cache_b))
         if (a != b).any():
             row = int(np.flatnonzero(a != b)[0])

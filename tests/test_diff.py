@@ -147,6 +147,10 @@ def test_counts_spec_structure(cache):
     assert found is not None
     assert (found.state, found.kind, found.row, found.b) == ("faults", "counts", 2, 4)
     assert str(found) == "counts: faults, row 2: 0 != 4"
+    stepped = cache.replace(on_grid=cache.on_grid.at[0].set(7))
+    found = ha.diff(cache, stepped)
+    assert found is not None and str(found) == "counts: on_grid, row 0: 0 != 7"
+    assert ha.diff(cache, stepped, tolerance=1e-6) is None
     found = ha.diff(cache, ha.transforms.grow(cache))
     assert found is not None and str(found) == "spec: capacity: 32 != 64"
     found = ha.diff(cache, ha.transforms.select_rows(cache, [0, 1]))
