@@ -1,6 +1,6 @@
 """Layer-wise hybrid attention over a five-state cache, as one pure step."""
 
-from hybrid_attn import presets, samplers, store, transforms, weights
+from hybrid_attn import checkpoint, presets, samplers, store, transforms, weights
 from hybrid_attn.cache.ledger import Ledger, cache_bytes
 from hybrid_attn.cache.states import Cache, Fault
 from hybrid_attn.config import ModelConfig
@@ -23,6 +23,7 @@ __all__ = [
     "Model",
     "ModelConfig",
     "cache_bytes",
+    "checkpoint",
     "compile_step",
     "diff",
     "forward",

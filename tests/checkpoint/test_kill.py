@@ -1,0 +1,113 @@
+"""kill -9 at every write and at system calls: the old state or the new, both whole."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hybrid_attn import checkpoint
+from tests.checkpoint import dying
+from tests.checkpoint.samples import CONFIG, MODEL_ID, Session, same
+
+pytestmark = pytest.mark.slow
+PROGRAM = [sys.executable, str(Path(dying.__file__))]
+# What changes a disk. Orbax writes on many threads, so that the k-th call of a kind is
+# not the same one in every run; each of them is met in some.
+SYSTEM_CALLS = (
+    "rename",
+    "fsync",
+    "fdatasync",
+    "mkdir",
+    "unlink",
+    "unlinkat",
+    "pwrite64",
+)
+LIMIT = 40
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """(a checkpoint to go on with, its session, the session one token later)."""
+    path, session = tmp_path_factory.mktemp("made") / "c", Session()
+    session.read(30, 12)
+    with session.checkpointer(path) as writer:
+        session.observe(writer)
+        session.read(1, 1)
+        session.observe(writer)
+    later = session.copy()
+    later.read(1, 1)
+    return path, session, later
+
+
+def _check(root: Path, session, later, acknowledged: bool) -> bool:
+    restored = checkpoint.restore(root, CONFIG, model_id=MODEL_ID)
+    new = bool(restored.caches["main"].length[0] == later.cache.length[0])
+    assert new or not acknowledged
+    same(restored.caches["main"], (later if new else session).cache)
+    assert restored.report.lost == 0
+    with session.checkpointer(root) as writer:
+        writer.restore(CONFIG)
+        later.observe(writer)
+    restored = checkpoint.restore(root, CONFIG, model_id=MODEL_ID)
+    same(restored.caches["main"], later.cache)
+    return new
+
+
+@pytest.mark.parametrize("operation", ["record", "snapshot"])
+def test_dying_at_each_write(made, tmp_path, operation):
+    path, session, later = made
+    root = tmp_path / "c"
+    shutil.copytree(path, root)
+    done = subprocess.run(
+        [*PROGRAM, str(root), operation, "every"],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    count = int(done.stdout.split()[-1])
+    assert count > 8
+    found = [
+        _check(tmp_path / f"c.{k}", session, later, k == count)
+        for k in range(count + 1)
+    ]
+    assert set(found) == {False, True}
+    # Once it is there it stays there.
+    assert found == sorted(found)
+
+
+@pytest.mark.skipif(shutil.which("strace") is None, reason="needs strace")
+@pytest.mark.parametrize("call", SYSTEM_CALLS)
+def test_dying_at_each_system_call(made, tmp_path, call):
+    path, session, later = made
+    for k in range(1, LIMIT):
+        root = tmp_path / "c"
+        shutil.copytree(path, root)
+        done = subprocess.run(
+            [
+                "strace",
+                "-f",
+                "-qq",
+                "-o",
+                os.devnull,
+                "-e",
+                f"trace={call}",
+                "-P",
+                str(root),
+                "-e",
+                f"inject={call}:signal=KILL:when={k}",
+                *PROGRAM,
+                str(root),
+                "snapshot",
+            ],
+            capture_output=True,
+            text=True,
+        )
+        ended = bool(re.search("done", done.stdout))
+        _check(root, session, later, ended)
+        shutil.rmtree(root)
+        if ended:
+            break
