@@ -1,7 +1,7 @@
 """Random single-bit flips in every byte of a store's files that a reader can reach.
 
-A round flips one bit for each of many prompts, whose blocks are their own, or one bit
-of the other files (index, seal, marker, usage). Then a reader does what every user
+A round flips one bit for each of many prompts, whose blocks are their own, and in some
+rounds one of the index and one of the small files. Then a reader does what every user
 does: it opens the store (or goes on with one that is open), restores, reads the rest
 of the prompts and gets logits. All is in real files; nothing is patched.
 """
@@ -26,13 +26,15 @@ from hybrid_attn.store.rebuild import BlockKey, Rebuilder
 # Not read by a reader: empty lock files, and objects that were put aside before.
 _UNREACHABLE = ("locks", "quarantine")
 _KEEP_ALL = 1 << 50
+# Units that are hit once a round at most, beside the rows of the prompts.
+_INDEX, _SMALL = -2, -1
 
 
 @dataclasses.dataclass(frozen=True)
 class Flip:
     """One flipped bit: of which file, and what that byte was part of.
 
-    ``row`` is the prompt whose block it is, -1 for other files.
+    ``row`` is the prompt whose block it is, below 0 for other files.
     """
 
     name: str
@@ -97,34 +99,46 @@ class Campaign:
             if path.is_file() and path.relative_to(root).parts[0] not in _UNREACHABLE
         }
 
-    def index_share(self) -> float:
-        """Share of reachable bytes that lie outside of blocks."""
-        files = self.files()
-        other = sum(n for name, n in files.items() if not name.startswith("blocks/"))
-        return other / sum(files.values())
-
     def run(self, count: int, least: float, report: Callable[[float], None]) -> dict:
         """Makes ``count`` flips; returns the counts."""
-        others = max(1, round(count * max(least, self.index_share())))
-        rounds: list[list[int]] = [[-1] for _ in range(min(others, count))]
+        sizes: Counter[int] = Counter()
+        for name, size in self.files().items():
+            sizes[min(self._unit(name), 0)] += size
+        total = sum(sizes.values())
+        shares = {
+            unit: max(least / 2, sizes[unit] / total) for unit in (_INDEX, _SMALL)
+        }
+        others = {
+            unit: min(count // 3, max(1, round(count * share)))
+            for unit, share in shares.items()
+        }
         every = list(range(len(self.tokens)))
-        left = count - len(rounds)
-        while left > 0:
-            rounds.append(self.chance.sample(every, min(left, len(every))))
+        rounds: list[list[int]] = []
+        left = count - sum(others.values())
+        while left > 0 or len(rounds) < max(others.values()):
+            rounds.append(self.chance.sample(every, min(max(left, 0), len(every))))
             left -= len(rounds[-1])
-        self.chance.shuffle(rounds)
-        for number, rows in enumerate(rounds):
-            self._round(rows, number)
+        for unit, number in others.items():
+            for units in self.chance.sample(rounds, number):
+                units.append(unit)
+        for number, units in enumerate(rounds):
+            self._round(units, number)
             report((number + 1) / len(rounds))
         self.replica.close()
         return dict(self.counts)
 
-    def _round(self, rows: list[int], number: int) -> None:
+    def _unit(self, name: str) -> int:
+        parsed = parse_name(name)
+        if parsed is not None:
+            return self.rows[parsed[1]][0]
+        return _INDEX if name.startswith("index/") else _SMALL
+
+    def _round(self, units: list[int], number: int) -> None:
         store = None
-        if rows != [-1] and number % 2:
+        if min(units, default=0) >= 0 and number % 2:
             store = self.subject.open(self.url)  # a reader that was there before
             store.refresh()
-        flips = self._flip(rows)
+        flips = self._flip(units)
         store = store or self.subject.open(self.url)
         config, model = self.subject.config, self.subject.model
         lengths = self._lengths(flips)
@@ -172,21 +186,19 @@ class Campaign:
         tail = [self.chance.randint(1, size // 4) for _ in self.tokens]
         return np.array(boundary, np.int32) * size + np.array(tail, np.int32)
 
-    def _flip(self, rows: list[int]) -> list[Flip]:
-        """One bit of each row's blocks, or of the other files, evenly by bytes."""
-        by_row: dict[int, list[tuple[str, int]]] = {}
+    def _flip(self, units: list[int]) -> list[Flip]:
+        """One bit of each row's blocks, or of other files, evenly by bytes."""
+        by_unit: dict[int, list[tuple[str, int]]] = {}
         for name, size in self.files().items():
-            parsed = parse_name(name)
-            row = -1 if parsed is None else self.rows[parsed[1]][0]
-            by_row.setdefault(row, []).append((name, size))
+            by_unit.setdefault(self._unit(name), []).append((name, size))
         flips = []
-        for row in rows:
-            names, sizes = zip(*by_row[row], strict=True)
+        for unit in units:
+            names, sizes = zip(*by_unit[unit], strict=True)
             name = self.chance.choices(names, sizes)[0]
             path = self.directory / "store" / name
             data = path.read_bytes()
             at, bit = self.chance.randrange(len(data)), self.chance.randrange(8)
-            flips.append(Flip(name, _place(name, data, at), row))
+            flips.append(Flip(name, _place(name, data, at), unit))
             # The same inode: also a file that a reader holds open changes.
             with open(path, "r+b") as stream:
                 stream.seek(at)
@@ -209,6 +221,8 @@ class Campaign:
                 seen = "index_rebuilt" in kinds
             elif flip.place == "marker":
                 seen = "marker_rewritten" in kinds
+            elif flip.place == "usage":
+                seen = any(event.key == flip.name for event in store.events)
             else:
                 seen = flip.name in told
             if seen:
