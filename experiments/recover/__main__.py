@@ -10,7 +10,9 @@ done are not run again; the flips and the graph's events have stages of many eac
 summary.json has the keys that the functions of the modules beside this one document:
 `flips.run_piece` (sums), `control.run_control`, `resident.run_resident`,
 `storm.run_storm`, `graph.merged`, `throughput.run_throughput` (``ttft_speedup`` bears
-the length: ``ttft_speedup_16k``), ``seconds_TASK`` of each task and ``total_seconds``.
+the length: ``ttft_speedup_16k``), `crash.run_kills`, `recovery.run_recovery`,
+`recovery.run_catch_up`, `recovery.run_overhead`, ``seconds_TASK`` of each task and
+``total_seconds``.
 `report.BARS` says which of them has to reach what.
 """
 
@@ -21,8 +23,10 @@ from collections.abc import Callable, Iterator
 from experiments import runner
 from experiments.recover.config import TASKS, Config
 from experiments.recover.control import run_control
+from experiments.recover.crash import run_kills
 from experiments.recover.flips import run_piece
 from experiments.recover.graph import merged, run_graph
+from experiments.recover.recovery import run_catch_up, run_overhead, run_recovery
 from experiments.recover.report import table_rows, write_report
 from experiments.recover.resident import run_resident
 from experiments.recover.storm import run_storm
@@ -30,7 +34,7 @@ from experiments.recover.subject import subject
 from experiments.recover.throughput import run_throughput
 
 # Expected seconds on two cores, for the bar alone.
-_FLIP, _EVENT = 0.03, 0.004
+_FLIP, _EVENT = 0.025, 0.004
 _EXPECTED = {"control": 8.0, "resident": 25.0, "storm": 60.0, "throughput": 60.0}
 
 type Stage = tuple[str, float, Callable[[Callable[..., None]], dict]]
@@ -39,7 +43,7 @@ type Stage = tuple[str, float, Callable[[Callable[..., None]], dict]]
 def stages(config: Config, workdir: runner.Workdir) -> Iterator[Stage]:
     """(name, expected seconds, what measures it) in the order they run."""
     seed = config.seed
-    small, large = lambda: subject("tiny", seed), lambda: subject(config.model, seed)
+    small, large = lambda: subject("small", seed), lambda: subject(config.model, seed)
 
     def directory(name: str):
         return workdir.file(f"checkpoints/{name}/store").parent
@@ -97,6 +101,26 @@ def stages(config: Config, workdir: runner.Workdir) -> Iterator[Stage]:
                     large(), directory("throughput"), config.throughput, seed, report
                 ),
             )
+        elif task == "crash":
+            yield (
+                "crash.kills",
+                60.0,
+                lambda report: run_kills(
+                    directory("kills"), config.model, config.crash, seed, report
+                ),
+            )
+            for name, expected, measure in (
+                ("recovery", 30.0, run_recovery),
+                ("catch_up", 60.0, run_catch_up),
+                ("overhead", 40.0, run_overhead),
+            ):
+                yield (
+                    f"crash.{name}",
+                    expected,
+                    lambda report, n=name, measure=measure: measure(
+                        large(), directory(n) / "log", config.crash, seed, report
+                    ),
+                )
 
 
 def _pieces(count: int, piece: int) -> list[int]:
@@ -127,7 +151,8 @@ def summarise(config: Config, results: dict[str, dict]) -> dict:
         elif task == "graph":
             keys |= merged(parts)
         else:
-            keys |= parts[0]
+            for part in parts:
+                keys |= part
     if "ttft_speedup" in keys:
         count = keys["ttft_tokens"]
         length = f"{count // 1024}k" if count % 1024 == 0 else str(count)
@@ -156,8 +181,7 @@ def main(config: Config, workdir: runner.Workdir) -> None:
                 raise runner.ConfigError(str(error)) from error
             result["seconds"] = time.perf_counter() - begin
             task, _, number = name.partition(".")
-            step = int(number or 0)
-            workdir.rewind_metrics(name, step)
+            step = int(number) if number.isdigit() else 0
             workdir.metrics(task, step, **result)
             workdir.mark_done(name, result)
             progress.finish()

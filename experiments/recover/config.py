@@ -11,6 +11,7 @@ TASKS = (
     "graph",
     "throughput",
     "crash",
+    "crash",
 )
 
 
@@ -122,9 +123,11 @@ class Crash:
       rows, context, tokens: sequences, and what each reads and decodes.
       kills: how many processes are killed at a random moment.
       long: the prompt whose recovery is timed against recomputing it.
-      catch_up: tokens in the log that a recovery reads.
+      snapshot_tokens: between two snapshots.
+      catch_up: tokens in the log that a recovery reads; catch_up_step: of a record.
       log_context: at which the bytes of an increment are compared with a snapshot.
-      intervals: tokens between two entries of the log, for the table of tokens at risk.
+      intervals: tokens between two records of the log, from 1, for the table of tokens
+        at risk; overhead_steps: timed for each.
     """
 
     rows: int = 4
@@ -132,9 +135,21 @@ class Crash:
     tokens: int = 256
     kills: int = 3
     long: int = 16_384
+    snapshot_tokens: int = 64
     catch_up: tuple[int, ...] = (64, 1_024, 16_384)
+    catch_up_step: int = 16
     log_context: int = 65_536
     intervals: tuple[int, ...] = (1, 8, 64)
+    overhead_steps: int = 160
+
+    def __post_init__(self):
+        if 1 not in self.intervals or not self.catch_up:
+            raise ValueError(
+                f"intervals={self.intervals}, catch_up={self.catch_up}: expected 1 "
+                "among the intervals, and some logs"
+            )
+        if min(self.rows, self.context, self.kills, self.tokens // 2) < 1:
+            raise ValueError(f"{self}: expected numbers from 1, and two tokens")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,6 +14,8 @@ from hybrid_attn.cache.layout import CacheLayout, layout_of
 from hybrid_attn.config import HyperConfig, ModelConfig, MoEConfig
 from hybrid_attn.testing import small_config
 
+_SMALL = {"small": "dense,swa,hca,csa", "tiny": "hca,csa"}
+
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
@@ -46,9 +48,13 @@ class Subject:
 
 @functools.cache
 def subject(name: str, seed: int = 0) -> Subject:
-    """ "peers_v4_experts" (12.8 million parameters) or "tiny"; made once a process."""
-    if name == "tiny":
-        config = small_config("dense,swa,hca,csa")
+    """The model of a name; made once a process.
+
+    "peers_v4_experts" has 12.8 million parameters, "small" a few thousand in a layer
+    of each kind, "tiny" two layers of those.
+    """
+    if name in _SMALL:
+        config = small_config(_SMALL[name])
     else:
         config = ha.presets.get("peers_v4").replace(
             feed_forward_size=128,

@@ -11,6 +11,7 @@ from experiments.recover import __main__ as recover
 from experiments.recover.config import (
     Config,
     Control,
+    Crash,
     Flips,
     Graph,
     Resident,
@@ -21,7 +22,6 @@ from experiments.recover.report import BARS, table_rows
 from experiments.runner import Workdir, to_dataclass
 
 TINY = Config(
-    tasks=("flips", "control", "resident", "storm", "graph", "throughput"),
     model="tiny",
     flips=Flips(count=36, piece=18, rows=6, blocks=2, index_share=0.2),
     control=Control(prompts=3),
@@ -29,6 +29,19 @@ TINY = Config(
     storm=Storm(rebuilds=6, storms=1, rows=2, context=40, slow_ms=1.0),
     graph=Graph(events=60, piece=40),
     throughput=Throughput(tokens=64, repeats=1),
+    crash=Crash(
+        rows=2,
+        context=20,
+        tokens=24,
+        kills=1,
+        long=64,
+        snapshot_tokens=8,
+        catch_up=(16, 32),
+        catch_up_step=4,
+        log_context=512,
+        intervals=(1, 4),
+        overhead_steps=16,
+    ),
 )
 
 
@@ -54,9 +67,15 @@ def test_program(tmp_path):
     assert keys["recomputed_without_copy"] == 1
     assert keys["graph_events"] == 60 and keys["graph_violations"] == 0
     assert keys["ttft_logits_equal"] is True
+    assert keys["tokens_lost"] == keys["tokens_wrong"] == 0
+    assert keys["tokens_compared"] == 48 and keys["recovery_logits_equal"] is True
+    assert keys["tokens_at_risk_log_4"] == 4
+    assert 0 < keys["incremental_bytes_ratio"]
     for key in (
         *("reader_stall_ms_max", "rebuild_stall_ratio", "rebuild_pipeline_gain"),
         *("scrub_overhead", "graph_us_per_event", "ttft_speedup_64"),
+        *("mttr_seconds", "recovery_speedup", "recovery_seconds"),
+        *("catchup_seconds_16", "catchup_seconds_32", "write_overhead_per_step"),
         *("ttft_cold_seconds", "ttft_restored_seconds", "total_seconds"),
     ):
         assert keys[key] > 0, key
