@@ -152,6 +152,11 @@ class ModelConfig:
     hca_ratio: int = 128
     hca_overlap: bool = False
     slot_bias: float = 0.0
+    # In units of log(ratio) nats on its logits: at 1 an entry counts as its tokens.
+    entry_bias: float = 0.0
+    # False: an entry is read from where its first token has left the window, and the
+    # window begins after it, so that every token is read once.
+    entries_in_window: bool = True
     # Indexer.
     top_k: int = 64
     index_heads: int = 4
@@ -273,7 +278,16 @@ def _check_config(config: ModelConfig) -> None:
         raise ValueError("output_groups above 1 needs output_rank")
     if config.swiglu_limit is not None and not config.swiglu_limit > 0:
         raise ValueError(f"swiglu_limit={config.swiglu_limit}: expected above 0")
-    layers = len(parse_pattern(config.pattern))
+    parsed = parse_pattern(config.pattern)
+    layers = len(parsed)
+    if not config.entries_in_window:
+        default = {"csa": config.csa_ratio, "hca": config.hca_ratio}
+        for kind, ratio in parsed:
+            if kind in default and (ratio or default[kind]) > config.window:
+                raise ValueError(
+                    f"{kind}:{ratio or default[kind]} with entries_in_window=False: "
+                    f"expected groups of at most window={config.window}"
+                )
     if config.moe is not None:
         _check_moe(config.moe, layers)
     hyper = config.hyper

@@ -1,6 +1,7 @@
 """The configuration: errors, resolved layers, identity; and the presets."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import pytest
@@ -27,6 +28,11 @@ from hybrid_attn.config import HyperConfig, MoEConfig
         ({"decay": "some"}, "decay='some': expected 'none', 'fixed' or 'learned'"),
         ({"decay_kinds": ("swa", "dense")}, "'dense' has no window to decay over"),
         ({"pattern": "swa,"}, "layer pattern 'swa,'"),
+        ({"sink_key": True}, "sink_key needs values of their own"),
+        (
+            {"entries_in_window": False, "pattern": "csa,hca:256"},
+            "hca:256 with entries_in_window=False: .* at most window=128",
+        ),
     ],
 )
 def test_refuses(changes, message):
@@ -94,7 +100,8 @@ def test_identity():
                 }.get(field.name)
         if new is None:
             pytest.fail(f"{field.name}: say how this test shall change it")
-        extra = {"output_rank": 4} if field.name == "output_groups" else {}
+        needs = {"output_groups": {"output_rank": 4}, "sink_key": {"shared_kv": False}}
+        extra: Any = needs.get(field.name, {})
         reference = config.replace(**extra)
         changed = config.replace(**extra, **{field.name: new})
         assert changed.identity != reference.identity, field.name

@@ -80,16 +80,17 @@ class Span:
         """bool[b, t]: the token ``distance`` before is of the column's own document."""
         return self.positions >= distance
 
-    def visible(self, ratio: int) -> Array:
+    def visible(self, ratio: int, lag: int = 0) -> Array:
         """int32[b, t]: the query of each column may read entries below this.
 
-        Entry j closes at position ratio·j + ratio - 1 and is visible from there on.
+        Entry j closes at position ratio·j + ratio - 1 and is visible from there on, or
+        ``lag`` positions later.
         Columns that are not new see nothing. In packed rows what may be read begins
         at `visible_from`.
         """
         position = self.positions
         new = (position >= self.length[:, None]) & (position < self.end[:, None])
-        count = jnp.where(new, (position + 1) // ratio, 0)
+        count = jnp.where(new, jnp.maximum(position + 1 - lag, 0) // ratio, 0)
         first = self.visible_from(ratio)
         return count if first is None else first + count
 

@@ -213,9 +213,19 @@ class Mixer(nnx.Module):
         return x + self.shift[...].astype(x.dtype) * previous, new
 
     def window_partial(
-        self, inputs: Inputs, states: States | None, span: Span
+        self,
+        inputs: Inputs,
+        states: States | None,
+        span: Span,
+        *,
+        read_from: Array | None = None,
     ) -> tuple[Partial, States]:
-        """Softmax sums over the layer's window, and the window's new state."""
+        """Softmax sums over the layer's window, and the window's new state.
+
+        Args:
+          read_from: int32[b, t], the first position of its document that each query
+            reads; None for all of the window.
+        """
         key, value = self.key_value(inputs.key_input, span.angle_positions)
         window = self.layer.window
         state = None if states is None else states["window"]
@@ -228,6 +238,10 @@ class Mixer(nnx.Module):
             window_attention, window=window, scale=self.scale, decay=slopes
         )
         if state is None:
+            # Distances are the same by columns, and documents then follow each other.
+            begins = span.document_start
+            if read_from is not None:
+                begins = read_from if begins is None else begins + read_from
             lead = window - 1
             keys = span_rows(None, key, span, -lead, lead + span.width)
             values = (
@@ -237,7 +251,6 @@ class Mixer(nnx.Module):
             )
             position = jnp.arange(-lead, span.width, dtype=jnp.int32)
             position = jnp.broadcast_to(position, keys.shape[:2])
-            # Distances are the same by columns, and documents then follow each other.
             return attention(
                 inputs.query,
                 keys,
@@ -245,7 +258,7 @@ class Mixer(nnx.Module):
                 position[:, lead:],
                 position,
                 contiguous=True,
-                visible_from=span.document_start,
+                visible_from=begins,
             ), {}
         size = state.key.shape[1]
         key = key.astype(state.key.dtype)
@@ -264,7 +277,13 @@ class Mixer(nnx.Module):
             keys = jnp.where(live, written.key, 0)
             values = keys if value is None else jnp.where(live, written.value, 0)
             partial = attention(
-                inputs.query, keys, values, span.positions, position, contiguous=False
+                inputs.query,
+                keys,
+                values,
+                span.positions,
+                position,
+                contiguous=False,
+                visible_from=read_from,
             )
         else:
             first = span.start - (window - 1)
@@ -278,7 +297,13 @@ class Mixer(nnx.Module):
             )
             position = first[:, None] + jnp.arange(count, dtype=jnp.int32)
             partial = attention(
-                inputs.query, keys, values, span.positions, position, contiguous=True
+                inputs.query,
+                keys,
+                values,
+                span.positions,
+                position,
+                contiguous=True,
+                visible_from=read_from,
             )
         return partial, {"window": written}
 

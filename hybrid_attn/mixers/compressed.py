@@ -1,5 +1,7 @@
 """`hca`: a window, and every compressed entry of the history."""
 
+import math
+
 import jax.numpy as jnp
 from flax import nnx
 
@@ -9,6 +11,7 @@ from hybrid_attn.mixers.base import Mixer, finish_keys, merged
 from hybrid_attn.mixers.compressor import Compressor, empty_frontier
 from hybrid_attn.mixers.registry import register_mixer
 from pallas_kernels.compressed_attention.xla import compressed_attention
+from pallas_kernels.softmax import LOG2_E
 
 
 class CompressedMixer(Mixer):
@@ -71,14 +74,42 @@ class CompressedMixer(Mixer):
         return entries.key, (entries.key if value is None else entries.value), new
 
     def attend(self, inputs, states, span, *, dense):
-        window, new = self.window_partial(inputs, states, span)
+        window, new = self.window_partial(
+            inputs, states, span, read_from=self.read_from(span)
+        )
         key, value, history = self.compress(inputs, states, span)
         new.update(history)
         if key.shape[1] == 0:
             return window, new, {}
         partial, index, aux = self.read(inputs, key, value, states, span, dense=dense)
         new.update(index)
+        if self.config.entry_bias:
+            # All logits of entries rise alike: their common maximum carries it.
+            bias = self.config.entry_bias * math.log(self.layer.ratio) * LOG2_E
+            partial = partial._replace(maximum=partial.maximum + bias)
         return merged(window, partial), new, aux
+
+    def visible(self, span):
+        """int32[b, t]: the query of each column may read entries below this.
+
+        Without `entries_in_window` an entry counts from where its first token has
+        left the window.
+        """
+        layer, lag = self.layer, 0
+        if not self.config.entries_in_window:
+            lag = layer.window - layer.ratio + 1
+        return span.visible(layer.ratio, lag)
+
+    def read_from(self, span):
+        """int32[b, t]: where the window begins after the entries that are read.
+
+        Positions of the own document; None where the window is read as a whole.
+        """
+        if self.config.entries_in_window:
+            return None
+        visible, ratio = self.visible(span), self.layer.ratio
+        before = span.visible_from(ratio)
+        return (visible if before is None else visible - before) * ratio
 
     def read(self, inputs, key, value, states, span, *, dense):
         """(softmax sums over entries, further states, auxiliaries)."""
@@ -96,7 +127,7 @@ class FullHistoryMixer(CompressedMixer):
             inputs.query,
             key,
             value,
-            span.visible(self.layer.ratio),
+            self.visible(span),
             visible_from=span.visible_from(self.layer.ratio),
             scale=self.scale,
             static=states is None,

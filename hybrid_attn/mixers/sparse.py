@@ -39,7 +39,7 @@ class SparseMixer(CompressedMixer):
         state = None if states is None else states["index"]
         query, weight = self.indexer.queries(latent, x, span)
         index_key, new_state = self.indexer.keys(key_input, state, span)
-        visible = span.visible(self.layer.ratio)
+        visible = self.visible(span)
         if states is None:
             entry = jnp.arange(key.shape[1])
             seen = entry < visible[..., None]

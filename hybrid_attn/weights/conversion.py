@@ -22,6 +22,7 @@ from hybrid_attn.pattern import parse_pattern
 from hybrid_attn.weights.files import WeightsError
 
 Sinks = Literal["none", "logit", "key"]
+Entries = Literal["once", "plain"]
 _TARGETS = ("dense", "swa", "hca", "csa")
 # What a sink's logit is where there shall be none: a weight of 0.
 _NO_SINK = -1e9
@@ -35,6 +36,7 @@ def convert(
     window: int = 256,
     top_k: int = 64,
     sinks: Sinks | None = None,
+    entries: Entries = "once",
     calibration: Any = None,
 ) -> tuple[ModelConfig, Model]:
     """A model of other mixers that gives nearly what a dense one gave; no training.
@@ -55,6 +57,9 @@ def convert(
         value, the mean over the rows of the calibration; "logit" the mean over
         queries of each head's log-mass on it, which takes weight and adds no value;
         "none" nothing. None: "key" where there is calibration.
+      entries: "once" lets a mean count as the tokens of its group, and reads each
+        token once, in an entry or in the window; "plain" is DeepSeek-V4's way: the
+        weight of one token, and all closed groups beside the whole window.
       calibration: int32[b, t] tokens of b texts from their beginning. "key" reads
         their first tokens alone, "logit" needs more than ``window``.
 
@@ -65,7 +70,9 @@ def convert(
       ValueError: a layer that is not dense or not convertible, by name; a pattern of
         another length; a calibration that is missing or too short.
     """
-    new_config = _config(config, pattern, window, top_k)
+    if entries not in ("once", "plain"):
+        raise WeightsError(f"entries={entries!r}: expected 'once' or 'plain'")
+    new_config = _config(config, pattern, window, top_k, once=entries == "once")
     sinks = sinks or ("none" if calibration is None else "key")
     if sinks not in ("none", "logit", "key"):
         raise WeightsError(f"sinks={sinks!r}: expected 'none', 'logit' or 'key'")
@@ -92,7 +99,9 @@ def convert(
     return new_config, new_model
 
 
-def _config(config: ModelConfig, pattern: str, window: int, top_k: int) -> ModelConfig:
+def _config(
+    config: ModelConfig, pattern: str, window: int, top_k: int, *, once: bool
+) -> ModelConfig:
     """The config of the converted model, without its sinks."""
     layers = parse_pattern(pattern)
     if len(layers) != len(config.layers):
@@ -119,7 +128,7 @@ def _config(config: ModelConfig, pattern: str, window: int, top_k: int) -> Model
                 f"{config.name} has {', '.join(wrong)}: its layers cannot be pooled"
             )
     return config.replace(
-        name=f"{config.name} as {pattern}",
+        name=f"{config.name} converted",
         pattern=pattern,
         window=window,
         top_k=top_k,
@@ -129,6 +138,8 @@ def _config(config: ModelConfig, pattern: str, window: int, top_k: int) -> Model
         csa_overlap=False,
         hca_overlap=False,
         slot_bias=0.0,
+        entry_bias=1.0 if once else 0.0,
+        entries_in_window=not once,
         compressed_rope_theta=None,
         yarn_factor=1.0,
         index_heads=config.heads,

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 import hybrid_attn as ha
-from hybrid_attn.weights import WeightsError, convert
+from hybrid_attn.weights import convert
 from hybrid_attn.weights.conversion import _index_queries
 
 TIME = 41
@@ -92,11 +92,19 @@ def test_the_sink_key_is_the_first_tokens_own(dense, tokens):
     _compare_first_layer(model, first[:1], want)
 
 
+def test_means_of_single_tokens_are_dense(dense, tokens, logits):
+    """Window and entries are then the tokens themselves, each read once."""
+    config, model = convert(CONFIG, dense, "hca:1*3", window=5)
+    np.testing.assert_allclose(both_forms(config, model, tokens), logits, atol=1e-5)
+
+
 @pytest.mark.parametrize("ratio", [1, 3])
-def test_mean_pooling_in_float64(dense, tokens, ratio):
+def test_plain_means_in_float64(dense, tokens, ratio):
     """The window, and the means of all closed groups, in one softmax."""
     window = 5
-    _, model = convert(CONFIG, dense, f"hca:{ratio},dense*2", window=window)
+    _, model = convert(
+        CONFIG, dense, f"hca:{ratio},dense*2", window=window, entries="plain"
+    )
 
     def read(t):
         near = [([s], s) for s in range(max(0, t - window + 1), t + 1)]
@@ -104,6 +112,34 @@ def test_mean_pooling_in_float64(dense, tokens, ratio):
         return near + [(range(g * ratio, (g + 1) * ratio), g * ratio) for g in groups]
 
     _compare_first_layer(model, tokens[:1], _attention(dense, tokens[0], read))
+
+
+@pytest.mark.parametrize("ratio", [2, 5])
+def test_means_of_tokens_read_once_in_float64(dense, tokens, ratio):
+    """Groups whose first token left the window, the tokens after them, no others."""
+    window = 5
+    _, model = convert(CONFIG, dense, f"hca:{ratio},dense*2", window=window)
+
+    def read(t):
+        groups = [g for g in range(TIME) if g * ratio <= t - window]
+        near = range(len(groups) * ratio, t + 1)
+        return [([s], s) for s in near] + [
+            (range(g * ratio, (g + 1) * ratio), g * ratio) for g in groups
+        ]
+
+    want = _attention(dense, tokens[0], read, counted=True)
+    _compare_first_layer(model, tokens[:1], want)
+
+
+def test_packed_documents_read_tokens_once(dense, tokens):
+    _, model = convert(
+        CONFIG, dense, "hca:3,csa:2,swa", window=5, top_k=3, calibration=tokens
+    )
+    split = 19
+    segments = (np.arange(TIME) >= split).astype(np.int32)[None]
+    packed = np.asarray(ha.forward(model, tokens[:1], segments))
+    apart = [ha.forward(model, part) for part in np.split(tokens[:1], [split], axis=1)]
+    np.testing.assert_allclose(packed, np.concatenate(apart, axis=1), atol=1e-5)
 
 
 def test_routing_to_every_entry_is_hca(dense, tokens):
@@ -134,7 +170,9 @@ def test_routing_reads_the_entries_of_the_best_products(dense, tokens):
     chosen = np.asarray(report[0]["chosen"])[0]
     query, key, _ = _projections(dense, tokens[0])
     for t in range(ratio - 1, TIME):
-        means = key[: (t + 1) // ratio * ratio].reshape(-1, ratio, 2, 8).mean(1)
+        # Groups whose first token has left the window.
+        groups = max(0, t - 1) // ratio
+        means = key[: groups * ratio].reshape(-1, ratio, 2, 8).mean(1)
         heads = np.repeat(means, 2, axis=1)
         scores = np.maximum(np.einsum("nh,enh->en", query[t], heads), 0).sum(1)
         best = np.argsort(-scores, kind="stable")[:top_k]
@@ -179,6 +217,8 @@ def test_index_queries_lie_on_their_key_heads():
         ({"key_norm": True}, "hca:4*3", {}, "key_norm: its layers cannot be pooled"),
         ({}, "swa*3", {"sinks": "key"}, "'key' needs calibration tokens"),
         ({}, "swa*3", {"sinks": "some"}, "sinks='some': expected"),
+        ({}, "swa*3", {"entries": "some"}, "entries='some': expected"),
+        ({}, "hca:8*3", {"window": 4}, "hca:8 .* groups of at most window=4"),
         (
             {},
             "swa*3",
@@ -188,7 +228,7 @@ def test_index_queries_lie_on_their_key_heads():
     ],
 )
 def test_refuses(dense, changes, pattern, kwargs, message):
-    with pytest.raises(WeightsError, match=message):
+    with pytest.raises(ValueError, match=message):
         convert(CONFIG.replace(**changes), dense, pattern, **kwargs)
 
 
@@ -219,8 +259,11 @@ def _turn(x, position):
     return np.stack([z.real, z.imag], axis=-1).reshape(x.shape)
 
 
-def _attention(model, tokens, read):
-    """float64[t, d] of the first mixer; read(t): [(tokens of a mean, its position)]."""
+def _attention(model, tokens, read, *, counted=False):
+    """float64[t, d] of the first mixer; read(t): [(tokens of a mean, its position)].
+
+    Where ``counted``, a mean has the weight of its tokens.
+    """
     query, key, value = _projections(model, tokens)
     out = np.zeros((len(tokens), 4, 8))
     for t in range(len(tokens)):
@@ -230,6 +273,8 @@ def _attention(model, tokens, read):
         for head in range(4):
             logit = np.stack(keys)[:, head // 2] @ _turn(query[t], t)[head] / 8**0.5
             weight = np.exp(logit - logit.max())
+            if counted:
+                weight = weight * [len(group) for group, _ in sources]
             out[t, head] = weight / weight.sum() @ values[:, head // 2]
     up = np.asarray(model.blocks[0].mixer.output_up.weight[...], np.float64)
     return out.reshape(len(tokens), -1) @ up
