@@ -88,7 +88,7 @@ class Storm:
     rebuilds: int = 100
     storms: int = 3
     rows: int = 4
-    context: int = 1_152
+    context: int = 2_368
     slow_ms: float = 20.0
     fetchers: int = 4
     read_every: int = 4
