@@ -94,9 +94,9 @@ def compare(
     start = np.array(
         [_common(a, b) for a, b in zip(base.tokens, tokens, strict=True)], np.int64
     )
-    length, floor, sealed = (
+    length, floor, sealed, cut = (
         np.asarray(getattr(cache, n)).astype(np.int64)
-        for n in ("length", "floor", "sealed")
+        for n in ("length", "floor", "sealed", "cut")
     )
     held = np.maximum(length, sealed)
     # Positions below it are the same in every cache that descends from the base.
@@ -105,7 +105,12 @@ def compare(
     foreign |= held < lower
     foreign |= sealed != base.count("sealed")
     from_ = np.where(foreign, 0, lower)
-    small, entries, first = _copies(cache, from_, held)
+    # A cut is taken once: it stays as it is unless a rewind went below it.
+    cuts = bool(((cut != base.count("cut")) | (cut > lower) | foreign).any())
+    small, entries, first = _copies(cache, from_, held, cuts)
+    if not cuts:
+        old = {k: v for k, v in base.small.items() if k.startswith("cuts/")}
+        small = small | old
     strangers = ~foreign & _rings_differ(base, small, cache, lower, length)
     if strangers.any():
         foreign |= strangers
@@ -122,9 +127,9 @@ def compare(
         changed[name] = _new_entries(
             base, name, array, first[name], places, ratio, from_, held, foreign
         )
-    expected = expected_cuts(base.small, small)
+    expected = expected_cuts(base.small, small) if cuts else small
     for name, array in small.items():
-        if name.startswith("cuts/"):
+        if name.startswith("cuts/") and expected[name] is not array:
             changed[name] = _places(_differ(expected[name], array), array)
     counts = {name: small[f"counts/{name}"] for name in COUNTS}
     ids = [row[at:] for row, at in zip(tokens, start, strict=True)]
@@ -145,12 +150,10 @@ def apply(
     for delta in deltas:
         # Where cuts move, what the rings held just before and after decides; between
         # such records only the last value of a place counts.
-        if (delta.counts["cut"] != arrays["counts/cut"]).any():
+        moved = np.flatnonzero(delta.counts["cut"] != arrays["counts/cut"])
+        if moved.size:
             _apply(arrays, axes, run)
-            before = {
-                name: array.copy() for name, array in arrays.items() if name not in axes
-            }
-            _apply(arrays, axes, [delta], before)
+            _apply(arrays, axes, [delta], moved)
             run = []
         else:
             run.append(delta)
@@ -160,16 +163,22 @@ def apply(
     _apply(arrays, axes, run)
 
 
-def _apply(arrays, axes, deltas: Sequence[Delta], before=None) -> None:
+def _apply(arrays, axes, deltas: Sequence[Delta], moved=None) -> None:
+    """Applies deltas at once; ``moved`` int[n] are the rows whose cuts move, if any."""
     if not deltas:
         return
+
+    def rows_of() -> dict[str, np.ndarray]:
+        return {n: array[moved] for n, array in arrays.items() if n not in axes}
+
+    before = None if moved is None else rows_of()
     for name, count in deltas[-1].counts.items():
         arrays[f"counts/{name}"] = np.array(count, arrays[f"counts/{name}"].dtype)
     # Rings before cuts: the latter are taken from the former.
     for kind in ("layers/", "cuts/"):
         if kind == "cuts/" and before is not None:
-            for name, rows in expected_cuts(before, arrays).items():
-                arrays[name][...] = rows
+            for name, rows in expected_cuts(before, rows_of()).items():
+                arrays[name][moved] = rows
         for name, array in arrays.items():
             parts = [d.changed[name] for d in deltas if name in d.changed]
             if not name.startswith(kind) or not parts:
@@ -266,24 +275,26 @@ def _new_entries(base, name, array, first, places, ratio, lower, held, foreign):
     return flat.astype(np.uint32), array[row, column]
 
 
-def _copies(cache: Cache, lower: np.ndarray, held: np.ndarray):
+def _copies(cache: Cache, lower: np.ndarray, held: np.ndarray, cuts: bool = True):
     """Host copies: rings, cuts and counts; entries [b, n, ...]; first entry int[b]."""
     need = int((held - lower).max(initial=0)) + 1
     window = max(_LEAST_WINDOW, 1 << (need - 1).bit_length())
     window = min(window, cache.spec.capacity)
     small, entries, first = jax.device_get(
-        _device_copies(cache, jnp.asarray(lower.astype(np.int32)), window)
+        _device_copies(cache, lower.astype(np.int32), window, cuts)
     )
     return small, entries, {k: v.astype(np.int64) for k, v in first.items()}
 
 
-@functools.partial(jax.jit, static_argnums=(2,))
-def _device_copies(cache: Cache, lower, window: int):
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _device_copies(cache: Cache, lower, window: int, cuts: bool):
     axes = growing_axes(cache)
     small, entries, first = {}, {}, {}
     for name, array in named(cache).items():
         axis = axes.get(name)
         if axis is None:
+            if name.startswith("cuts/") and not cuts:
+                continue
             # A jit hands through what it does not compute, and a view of a caller's
             # buffer would keep the caller from donating it.
             small[name] = jnp.copy(array)

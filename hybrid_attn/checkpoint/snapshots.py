@@ -107,7 +107,7 @@ def write(
         manifest = {
             "format": FORMAT,
             "run": fence.run,
-            "epoch": fence.epoch,
+            "epoch": name.epoch,
             "sequence": sequence,
             "number": number,
             "model_id": model_id,

@@ -1,6 +1,7 @@
 """Fencing, failing storage, retention, and death at every write in turn."""
 
 import errno
+import itertools
 import shutil
 
 import pytest
@@ -94,16 +95,18 @@ def _go_on(path, later, files, operation):
 def test_death_at_each_write(made, tmp_path, operation):
     """After restart the old state or the new; never less than was acknowledged."""
     path, session, later = made
-    shutil.copytree(path, tmp_path / "whole")
-    counting = Faulty()
-    _go_on(tmp_path / "whole", later, counting, operation)
-    same(_restore(tmp_path / "whole").caches["main"], later.cache)
     versions = set()
-    for at in range(counting.calls):
+    # Orbax does not write the same number of files each time: until one run survives.
+    for at in itertools.count():
         root = tmp_path / str(at)
         shutil.copytree(path, root)
-        with pytest.raises(Killed):
+        try:
             _go_on(root, later, Faulty(at), operation)
+        except Killed:
+            pass
+        else:
+            same(_restore(root).caches["main"], later.cache)
+            break
         restored = _restore(root)
         assert restored.report.lost == 0
         new = restored.caches["main"].length[0] == later.cache.length[0]
@@ -114,7 +117,7 @@ def test_death_at_each_write(made, tmp_path, operation):
             _go_on(root, later, None, "record")
             same(_restore(root).caches["main"], later.cache)
         shutil.rmtree(root)
-    assert versions == {False, True}
+    assert at > 8 and versions == {False, True}
 
 
 def test_a_full_disk_is_reported_and_survived(made, tmp_path):
