@@ -11,7 +11,6 @@ TASKS = (
     "graph",
     "throughput",
     "crash",
-    "crash",
 )
 
 
