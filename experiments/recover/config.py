@@ -80,8 +80,10 @@ class Storm:
       storms: how often, in turn with as many idle steps.
       rows, context: sequences that decode, and their tokens before the first step.
       slow_ms: added to every read of the second copy.
+      per_second: blocks that are given to the rebuilder, 0 for all at once.
       fetchers: threads of the pipeline's first stage, which waits most.
       read_every: decoding steps between two reads of a block.
+      room: steps after which the sequences begin anew.
     """
 
     rebuilds: int = 100
@@ -89,12 +91,17 @@ class Storm:
     rows: int = 4
     context: int = 2_368
     slow_ms: float = 20.0
+    per_second: float = 25.0
     fetchers: int = 4
     read_every: int = 4
+    room: int = 2_048
 
     def __post_init__(self):
         counts = (self.rebuilds, self.storms, self.rows, self.context, self.fetchers)
-        if min(*counts, self.read_every) < 1 or self.slow_ms < 0:
+        if (
+            min(*counts, self.read_every, self.room) < 1
+            or min(self.slow_ms, self.per_second) < 0
+        ):
             raise ValueError(f"{self}: expected numbers from 1 and a delay from 0")
 
 

@@ -16,6 +16,7 @@ from experiments.recover.subject import Subject, seconds
 from hybrid_attn import checkpoint
 
 _CACHE = "rows"
+_INCREMENT = 64  # tokens whose log is compared with a snapshot
 
 
 def run_recovery(
@@ -200,7 +201,7 @@ def _recorded(run, cache, prompts, steps: int, keeper) -> tuple[float, float]:
 
 def _bytes(subject, directory, settings: Crash, run, seed: int) -> dict:
     count = settings.log_context
-    empty = ha.init_cache(subject.config, 1, count + subject.block_tokens)
+    empty = ha.init_cache(subject.config, 1, count + _INCREMENT)
     leaves, tree = jax.tree.flatten((empty.layers, empty.cuts))
     keys = jax.random.split(jax.random.key(seed), len(leaves))
     layers, cuts = jax.tree.unflatten(
@@ -215,13 +216,13 @@ def _bytes(subject, directory, settings: Crash, run, seed: int) -> dict:
         name: jnp.full((1,), count, jnp.int32) for name in ("length", "floor", "cut")
     }
     cache = empty.replace(layers=layers, cuts=cuts, **counts)
-    tokens = subject.prompts(1, count + 64, seed)
+    tokens = subject.prompts(1, count + _INCREMENT, seed)
     try:
         with checkpoint.Checkpointer(
             directory, model_id=subject.identity, log_tokens=1
         ) as keeper:
             keeper.observe({_CACHE: cache}, {_CACHE: tokens[:, :count]})
-            for now in range(count, count + 64):
+            for now in range(count, count + _INCREMENT):
                 _, cache = run(cache, tokens[:, now : now + 1])
                 keeper.observe({_CACHE: cache}, {_CACHE: tokens[:, : now + 1]})
             keeper.wait()

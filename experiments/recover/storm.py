@@ -35,9 +35,8 @@ class Scene:
         shutil.rmtree(directory, ignore_errors=True)
         self.directory = directory
         self.tokens = subject.prompts(settings.rows, settings.context, seed)
-        self.room = 2_048
         cache = ha.init_cache(
-            subject.config, settings.rows, settings.context + self.room
+            subject.config, settings.rows, settings.context + settings.room
         )
         _, self.cache = ha.prefill(
             subject.model, cache, self.tokens, logits="none", donate=True
@@ -87,8 +86,9 @@ class Scene:
         cache = ha.transforms.fork(self.cache)
         token = self.tokens[:, -1:]
         steps, reads, bad = [], [], []
+        room = self.settings.room
         while going(len(steps)):
-            if len(steps) % self.room == self.room - 1:
+            if len(steps) % room == room - 1:
                 cache = ha.transforms.fork(self.cache)
             begin = time.perf_counter()
             logits, cache = self.run(cache, token)
@@ -105,6 +105,14 @@ class Scene:
         return {"steps": steps, "reads": reads, "bad": bad}
 
 
+def _least_priority() -> None:
+    """Before the program is loaded: threads that it makes at once inherit this."""
+    os.nice(19)
+    if hasattr(os, "SCHED_IDLE"):
+        # Runs where a core is idle, and gives way at once.
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+
+
 class WorkerProcess:
     """A `storm_worker` process; ``start`` begins a storm, ``done`` asks about it."""
 
@@ -117,6 +125,7 @@ class WorkerProcess:
             text=True,
             env=environment,
             cwd=_ROOT,
+            preexec_fn=_least_priority,
         )
         request = {
             "store": scene.store.url,
@@ -124,6 +133,7 @@ class WorkerProcess:
             "model_id": scene.subject.identity,
             "slow_seconds": scene.settings.slow_ms / 1e3,
             "fetchers": scene.settings.fetchers,
+            "per_second": scene.settings.per_second,
             "keys": [(k.group, k.layout, str(k.chain)) for k in scene.keys],
         }
         self._send(json.dumps(request))
@@ -178,7 +188,11 @@ class WorkerThreads:
     def _rebuild(self) -> None:
         scene = self._scene
         self.result = rebuild_all(
-            scene.store, self._copy, scene.keys, scene.settings.fetchers
+            scene.store,
+            self._copy,
+            scene.keys,
+            scene.settings.fetchers,
+            per_second=scene.settings.per_second,
         )
 
 

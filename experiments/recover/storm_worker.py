@@ -5,7 +5,6 @@ then rebuilds all keys for each further line and answers with counts as JSON.
 """
 
 import json
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -22,8 +21,11 @@ def rebuild_all(
     fetchers: int,
     *,
     serial: bool = False,
+    per_second: float = 0.0,
 ) -> dict[str, float]:
     """Rebuilds blocks through the pipeline, or one after the other.
+
+    ``per_second`` of them are submitted, 0 for all at once.
 
     Returns:
       ok: how many; seconds.
@@ -34,7 +36,12 @@ def rebuild_all(
         if serial:
             results = [rebuilder.submit(k, replace=True).result() for k in keys]
         else:
-            futures = [rebuilder.submit(key, replace=True) for key in keys]
+            futures = []
+            for number, key in enumerate(keys):
+                if per_second:
+                    due = begin + number / per_second
+                    time.sleep(max(0.0, due - time.perf_counter()))
+                futures.append(rebuilder.submit(key, replace=True))
             results = [future.result() for future in futures]
     seconds = time.perf_counter() - begin
     return {"ok": sum(result.ok for result in results), "seconds": seconds}
@@ -42,7 +49,6 @@ def rebuild_all(
 
 def main() -> None:
     """Serves a `storm.WorkerProcess` until standard input ends."""
-    os.nice(19)
     request = json.loads(sys.stdin.readline())
     keys = [BlockKey(*key) for key in request["keys"]]
     identity = request["model_id"]
@@ -53,7 +59,13 @@ def main() -> None:
     ):
         print("ready", flush=True)
         for _ in sys.stdin:
-            done = rebuild_all(store, copy, keys, request["fetchers"])
+            done = rebuild_all(
+                store,
+                copy,
+                keys,
+                request["fetchers"],
+                per_second=request["per_second"],
+            )
             print(json.dumps(done), flush=True)
 
 

@@ -25,8 +25,10 @@ TINY = Config(
     model="tiny",
     flips=Flips(count=36, piece=18, rows=6, blocks=2, index_share=0.2),
     control=Control(prompts=3),
-    resident=Resident(flips=20, sample=3, steps=20, context=48),
-    storm=Storm(rebuilds=6, storms=1, rows=2, context=40, slow_ms=1.0),
+    resident=Resident(flips=20, sample=3, steps=24, context=48),
+    storm=Storm(
+        rebuilds=6, storms=1, rows=2, context=40, slow_ms=1.0, per_second=0.0, room=24
+    ),
     graph=Graph(events=60, piece=40),
     throughput=Throughput(tokens=64, repeats=1),
     crash=Crash(
@@ -38,7 +40,7 @@ TINY = Config(
         snapshot_tokens=8,
         catch_up=(16, 32),
         catch_up_step=4,
-        log_context=512,
+        log_context=32,
         intervals=(1, 4),
         overhead_steps=16,
     ),
