@@ -14,7 +14,12 @@ from matplotlib.figure import Figure
 
 from experiments.workdir import write_atomic
 
-_BLUE, _ORANGE = "#0072B2", "#D55E00"
+_BLUE, _ORANGE, _GREEN = "#0072B2", "#D55E00", "#009E73"
+_STORMS = {
+    "": "a process, paced",
+    "_burst": "a process, all at once",
+    "_threads": "threads of the decoder, paced",
+}
 PLACES = ("header", "payload", "padding", "index", "seal", "marker", "usage")
 
 
@@ -215,7 +220,7 @@ def _storm(keys, config, figures: Path) -> list[str]:
         return []
     storm = config["storm"]
     rows = [
-        (text, number(keys[key]), number(keys[f"{key}_threads"]))
+        (text, *(number(keys[f"{key}{suffix}"]) for suffix in _STORMS))
         for text, key in (
             ("p99 of a step in storms over idle", "rebuild_stall_ratio"),
             ("median of a step in storms over idle", "storm_median_ratio"),
@@ -231,12 +236,13 @@ def _storm(keys, config, figures: Path) -> list[str]:
     ]
     figure = Figure(figsize=(7, 3), layout="constrained")
     axes = figure.subplots()
-    for offset, suffix, color in ((-0.2, "", _BLUE), (0.2, "_threads", _ORANGE)):
+    for offset, (suffix, name), color in zip(
+        (-0.27, 0.0, 0.27), _STORMS.items(), (_BLUE, _GREEN, _ORANGE), strict=True
+    ):
         values = [
             keys[f"{key}{suffix}"] for key in ("idle_step_ms_p99", "storm_step_ms_p99")
         ]
-        name = "rebuilt by threads" if suffix else "rebuilt by a process"
-        bars = axes.bar([offset, 1 + offset], values, 0.38, label=name, color=color)
+        bars = axes.bar([offset, 1 + offset], values, 0.26, label=name, color=color)
         axes.bar_label(bars, fmt="%.3g", fontsize=8)
     axes.set_xticks([0, 1], ["idle", "in a storm"])
     axes.set_ylabel("p99 of a step, ms")
@@ -248,7 +254,8 @@ def _storm(keys, config, figures: Path) -> list[str]:
         f"steps after each; {storm['rows']} sequences decode from {storm['context']} "
         f"tokens on, and every {storm['read_every']} steps a block is read. Reads of "
         f"the second copy take {storm['slow_ms']:g} ms more.",
-        _table(("", "a process of least priority", "threads of the decoder"), rows),
+        _table(("", *_STORMS.values()), rows),
+        f"Paced: {storm['per_second']:g} blocks a second are given to the rebuilder.",
         f"One after the other a block takes {keys['rebuild_serial_ms']:.3g} ms, "
         f"through the pipeline ({storm['fetchers']} threads fetch) "
         f"{keys['rebuild_pipeline_ms']:.3g} ms: {keys['rebuild_pipeline_gain']:.3g} × "

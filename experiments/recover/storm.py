@@ -105,12 +105,15 @@ class Scene:
         return {"steps": steps, "reads": reads, "bad": bad}
 
 
-def _least_priority() -> None:
-    """Before the program is loaded: threads that it makes at once inherit this."""
-    os.nice(19)
-    if hasattr(os, "SCHED_IDLE"):
-        # Runs where a core is idle, and gives way at once.
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+# Set before anything is loaded: the threads that libraries make at once inherit it. Of
+# SCHED_IDLE a thread runs where a core is idle, and gives way at once.
+_LEAST_PRIORITY = """
+import os, runpy
+os.nice(19)
+if hasattr(os, "SCHED_IDLE"):
+    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+runpy.run_module("experiments.recover.storm_worker", run_name="__main__")
+"""
 
 
 class WorkerProcess:
@@ -119,13 +122,12 @@ class WorkerProcess:
     def __init__(self, scene: Scene):
         environment = {**os.environ, "PYTHONPATH": str(_ROOT)}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "experiments.recover.storm_worker"],
+            [sys.executable, "-c", _LEAST_PRIORITY],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             env=environment,
             cwd=_ROOT,
-            preexec_fn=_least_priority,
         )
         request = {
             "store": scene.store.url,
@@ -133,15 +135,14 @@ class WorkerProcess:
             "model_id": scene.subject.identity,
             "slow_seconds": scene.settings.slow_ms / 1e3,
             "fetchers": scene.settings.fetchers,
-            "per_second": scene.settings.per_second,
             "keys": [(k.group, k.layout, str(k.chain)) for k in scene.keys],
         }
         self._send(json.dumps(request))
         if self._receive() != "ready":
             raise RuntimeError("the process that rebuilds blocks did not start")
 
-    def start(self) -> None:
-        self._send("go")
+    def start(self, per_second: float) -> None:
+        self._send(str(per_second))
         self.result: dict[str, float] = {}
         self._thread = threading.Thread(target=self._wait)
         self._thread.start()
@@ -174,9 +175,9 @@ class WorkerThreads:
         self._scene = scene
         self._copy = scene.slow_copy()
 
-    def start(self) -> None:
+    def start(self, per_second: float) -> None:
         self.result: dict[str, float] = {}
-        self._thread = threading.Thread(target=self._rebuild)
+        self._thread = threading.Thread(target=self._rebuild, args=(per_second,))
         self._thread.start()
 
     def done(self) -> bool:
@@ -185,14 +186,14 @@ class WorkerThreads:
     def close(self) -> None:
         self._copy.close()
 
-    def _rebuild(self) -> None:
+    def _rebuild(self, per_second: float) -> None:
         scene = self._scene
         self.result = rebuild_all(
             scene.store,
             self._copy,
             scene.keys,
             scene.settings.fetchers,
-            per_second=scene.settings.per_second,
+            per_second=per_second,
         )
 
 
@@ -207,8 +208,10 @@ def run_storm(
 
     Returns:
       rebuild_stall_ratio: p99 of a decoding step during storms over p99 idle, the
-      rebuilder being a process of least priority; rebuild_stall_ratio_threads: the
-      same with its threads in the decoding process; reader_stall_ms_max: the longest
+      rebuilder being a process of least priority that is given ``per_second`` blocks;
+      rebuild_stall_ratio_burst: all at once; rebuild_stall_ratio_threads: with its
+      threads in the decoding process (the keys below end likewise);
+      reader_stall_ms_max: the longest
       read of a block during storms, reader_idle_ms_max outside of them;
       storm_rebuilt, storm_bad_reads (none or other bytes), storm_steps, storm_seconds;
       rebuild_pipeline_gain: seconds of serial rebuilding over those of the pipeline;
@@ -219,8 +222,14 @@ def run_storm(
         scene = Scene(subject, directory, settings, seed)
         scene.decode(lambda n: n < 16)  # compiles
         report(0.2, "prompts are read")
-        result = _storms(scene, WorkerProcess(scene), "", report)
-        result |= _storms(scene, WorkerThreads(scene), "_threads", report)
+        rate = settings.per_second
+        worker = WorkerProcess(scene)
+        result = _storms(scene, worker, rate, "", report)
+        result |= _storms(scene, worker, 0.0, "_burst", report)
+        worker.close()
+        worker = WorkerThreads(scene)
+        result |= _storms(scene, worker, rate, "_threads", report)
+        worker.close()
         report(0.8, "serial and pipeline")
         result |= _gain(scene) | _without_copy(scene)
         scene.store.close()
@@ -229,12 +238,12 @@ def run_storm(
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def _storms(scene: Scene, worker, suffix: str, report) -> dict:
+def _storms(scene: Scene, worker, per_second, suffix: str, report) -> dict:
     storm: dict[str, list[float]] = {"steps": [], "reads": [], "bad": []}
     idle: dict[str, list[float]] = {"steps": [], "reads": [], "bad": []}
     rebuilt = spent = 0.0
     for number in range(scene.settings.storms):
-        worker.start()
+        worker.start(per_second)
         some = scene.decode(lambda n: not worker.done() or n < _FEWEST_STEPS)
         rebuilt += worker.result["ok"]
         spent += worker.result["seconds"]
@@ -244,7 +253,6 @@ def _storms(scene: Scene, worker, suffix: str, report) -> dict:
             storm[key] += some[key]
             idle[key] += rest[key]
         report(0.25 + 0.2 * (number / scene.settings.storms), "storms" + suffix)
-    worker.close()
     p99 = [float(np.percentile(x["steps"], 99)) for x in (storm, idle)]
     median = [statistics.median(x["steps"]) for x in (storm, idle)]
     found = {

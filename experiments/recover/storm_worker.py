@@ -1,7 +1,8 @@
 """The process that rebuilds blocks beside one that decodes: least priority, no GIL.
 
 Reads one line of JSON (urls, keys, settings) from standard input, answers "ready", and
-then rebuilds all keys for each further line and answers with counts as JSON.
+then rebuilds all keys for each further line, which says how many a second (0: all at
+once), and answers with counts as JSON.
 """
 
 import json
@@ -58,13 +59,13 @@ def main() -> None:
         ha.store.open(request["copy"], model_id=identity, wrap=slow) as copy,
     ):
         print("ready", flush=True)
-        for _ in sys.stdin:
+        for line in sys.stdin:
             done = rebuild_all(
                 store,
                 copy,
                 keys,
                 request["fetchers"],
-                per_second=request["per_second"],
+                per_second=float(line),
             )
             print(json.dumps(done), flush=True)
 
