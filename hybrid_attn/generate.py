@@ -70,8 +70,10 @@ def generate(
     rows = jnp.arange(b) if row_ids is None else jnp.asarray(row_ids)
     # One token each is a decoding step: going on from an earlier call's last sample
     # then gives the bits of one longer call.
-    first = step if t == 1 else prefill
-    logits, cache = first(model, cache, tokens, lengths, logits="last")
+    if t == 1:
+        logits, cache = step(model, cache, tokens, lengths, logits="last")[:2]
+    else:
+        logits, cache = prefill(model, cache, tokens, lengths, logits="last")
     graph, leaves = flatten(model)
     out, counts, cache = _decode(
         graph,

@@ -44,7 +44,7 @@ def to_tier(
     store: "Store | None" = None,
     tokens: ArrayLike | None = None,
     config: ModelConfig | None = None,
-):
+) -> Any:
     """The same cache in another memory; the one given stays valid.
 
     Args:
