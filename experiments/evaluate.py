@@ -45,8 +45,11 @@ class Stages(MutableMapping):
 
     def __setitem__(self, name: str, result: dict[str, Any]) -> None:
         task, _, number = name.partition(".")
-        self._workdir.metrics(task, _step(number), **_measures(result))
+        self._record(task, number, result)
         self._workdir.mark_done(name, result)
+
+    def _record(self, task: str, number: str, result: dict[str, Any]) -> None:
+        self._workdir.metrics(task, _step(number), **_measures(result))
 
     def __delitem__(self, name: str) -> None:
         raise NotImplementedError("a stage that is done stays done")
