@@ -1,0 +1,1 @@
+"""Interleaved (z-order) codes of integer coordinates."""
