@@ -20,6 +20,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 
+from absl import logging
+
 from experiments import runner
 from experiments.recover.config import TASKS, Config
 from experiments.recover.control import run_control
@@ -163,6 +165,7 @@ def summarise(config: Config, results: dict[str, dict]) -> dict:
 
 def main(config: Config, workdir: runner.Workdir) -> None:
     """Measures what the directory lacks, then writes summary, report and figures."""
+    logging.set_verbosity(logging.WARNING)  # Orbax tells of every file
     if workdir.resumed:
         print(f"Going on with the run in {workdir.path}.")
     plan = list(stages(config, workdir))

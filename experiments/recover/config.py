@@ -28,7 +28,7 @@ class Flips:
     """
 
     count: int = 10_000
-    piece: int = 1_000
+    piece: int = 2_500
     rows: int = 32
     blocks: int = 3
     index_share: float = 0.05
