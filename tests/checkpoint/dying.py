@@ -15,8 +15,9 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from hybrid_attn.checkpoint import restore
 from hybrid_attn.checkpoint.files import Files
-from tests.checkpoint.samples import CONFIG, Session
+from tests.checkpoint.samples import CONFIG, MODEL_ID, Session
 
 CALLS = ("create", "write", "sync", "rename", "truncate", "unlink", "make_directory")
 
@@ -42,12 +43,12 @@ for _name in CALLS:
     setattr(Dying, _name, _dies(_name))
 
 
-def work(path: Path, operation: str, files: Files | None = None) -> None:
-    """Restores, reads one more token of each row, and records it."""
+def work(path: Path, operation: str, later: Path, files: Files | None = None) -> None:
+    """Restores, and records the state one token later, which was saved elsewhere."""
     session = Session()
+    session.continue_from(restore(later, CONFIG, model_id=MODEL_ID))
     with session.checkpointer(path, files=files, keep=1) as writer:
-        session.continue_from(writer.restore(CONFIG))
-        session.read(1, 1)
+        writer.restore(CONFIG)
         print("ready", flush=True)
         session.observe(writer)
         if operation == "snapshot":
@@ -56,9 +57,9 @@ def work(path: Path, operation: str, files: Files | None = None) -> None:
 
 
 def main() -> None:
-    path, operation = Path(sys.argv[1]), sys.argv[2]
-    if sys.argv[3:] != ["every"]:
-        work(path, operation)
+    path, operation, later = Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
+    if sys.argv[4:] != ["every"]:
+        work(path, operation, later)
         return
     # No array is made before this: each child starts a JAX of its own.
     for k in range(1000):
@@ -66,7 +67,7 @@ def main() -> None:
         shutil.copytree(path, copy)
         child = os.fork()
         if not child:
-            work(copy, operation, Dying(k))
+            work(copy, operation, later, Dying(k))
             os._exit(0)
         _, status = os.waitpid(child, 0)
         if status == 0:

@@ -32,6 +32,9 @@ def made(tmp_path_factory):
         session.observe(writer)
     later = session.copy()
     later.read(1, 1)
+    checkpoint.save(
+        path.with_name("later"), later.caches, later.tokens, model_id=MODEL_ID
+    )
     return path, session, later
 
 
@@ -55,7 +58,7 @@ def test_dying_at_each_write(made, tmp_path, operation):
     root = tmp_path / "c"
     shutil.copytree(path, root)
     done = subprocess.run(
-        [*PROGRAM, str(root), operation, "every"],
+        [*PROGRAM, str(root), operation, str(path.with_name("later")), "every"],
         check=True,
         capture_output=True,
         text=True,
@@ -93,6 +96,7 @@ def test_dying_at_each_system_call(made, tmp_path, call):
                 *PROGRAM,
                 str(root),
                 "snapshot",
+                str(path.with_name("later")),
             ],
             capture_output=True,
             text=True,
