@@ -1,0 +1,1 @@
+"""Orthonormal transforms before packing, and their inverses."""
