@@ -176,6 +176,11 @@ def cache_lines(config: ha.ModelConfig, context: int) -> list[CacheLine]:
                         field in state.growing,
                     )
                     lines[key] += array.size * array.dtype.itemsize
+    for layer, cut in zip(cache.layers, cache.cuts, strict=True):
+        for name, array in cut.items():
+            # The recent states once more, as they stood at the last boundary.
+            key = ("cuts", layer.kind, name, array.dtype.name, False)
+            lines[key] += array.size * array.dtype.itemsize
     counted = sum(lines.values())
     ledger = cache_bytes(cache)
     assert counted + ledger.by_state["counts"] == ledger.total
