@@ -18,6 +18,7 @@ from experiments.ablate_results import (
     recall_of,
     values,
 )
+from experiments.reporting import save_figure
 
 # Okabe and Ito's palette: told apart by colour-blind readers and in print.
 _COLOURS = {
@@ -75,10 +76,7 @@ def write_figures(
     with matplotlib.rc_context(_STYLE):
         for name, draw in figures.items():
             figure = draw(results, device)
-            # A killed program must not leave half a picture.
-            part = directory / f".{name}"
-            figure.savefig(part, format="png")
-            written.append(part.replace(directory / name))
+            written.append(save_figure(figure, directory / name))
     return written
 
 

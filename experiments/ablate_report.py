@@ -30,6 +30,7 @@ from experiments.ablate_results import (
     summary_keys,
     values,
 )
+from experiments.reporting import table
 from experiments.workdir import write_atomic
 
 __all__ = [
@@ -156,7 +157,7 @@ def _main_table(results: Sequence[VariantResult]) -> list[str]:
         f"{results[0].reach}, where no stack of windows sees it. Cache bytes are "
         "per token at 64k tokens. In the figures a band or bar reaches from the "
         "lowest seed to the highest.",
-        _table(columns, rows),
+        table(columns, rows),
     ]
     if BASELINE not in groups:
         return parts
@@ -177,7 +178,7 @@ def _main_table(results: Sequence[VariantResult]) -> list[str]:
     parts += [
         f"Ratios to {BASELINE}, measured in the same run (below 1 is better, for the "
         "last column above 1):",
-        _table(
+        table(
             ["variant", "bits per byte", "cache bytes", "decode at 64k", "prefill"],
             ratios,
         ),
@@ -204,7 +205,7 @@ def _recall(results: Sequence[VariantResult], figures: list[str]) -> list[str]:
         "The textbook (aligned) layout puts the pairs on the grid of the compressed "
         "groups and flatters compression that is trained on it; these models were "
         "trained on the offset layout.",
-        _table(header, rows),
+        table(header, rows),
         _picture("recall_by_distance.png", figures, "Recall against distance"),
     ]
     some = next(iter(groups.values()))[0].recall_by_distance
@@ -216,7 +217,7 @@ def _recall(results: Sequence[VariantResult], figures: list[str]) -> list[str]:
         ]
         for i, (low, high) in enumerate((b.low, b.high) for b in some)
     ]
-    parts.append(_table(["distance", "queries a seed", *groups], bins))
+    parts.append(table(["distance", "queries a seed", *groups], bins))
     return parts
 
 
@@ -246,7 +247,7 @@ def _costs(
             for name, group in groups.items()
         ]
         parts.append(f"{title} on {device}, by context (in brackets × {BASELINE}):")
-        parts.append(_table(["variant", *map(_count, lengths)], rows))
+        parts.append(table(["variant", *map(_count, lengths)], rows))
     parts.append(_picture("decode_vs_context.png", figures, "Decode against context"))
     return [part for part in parts if part]
 
@@ -261,7 +262,7 @@ def _seeds(results: Sequence[VariantResult]) -> list[str]:
     ]
     names = [bucket.replace("_", " ") for bucket in BUCKETS]
     header = ["variant", "seed", *names, *(f"aligned: {n}" for n in names)]
-    return ["## Every seed", _table([*header, "bits per byte", "seconds"], rows)]
+    return ["## Every seed", table([*header, "bits per byte", "seconds"], rows)]
 
 
 def _device(environment: dict[str, Any]) -> str:
@@ -273,11 +274,6 @@ def _device(environment: dict[str, Any]) -> str:
 
 def _picture(name: str, figures: list[str], text: str) -> str:
     return f"![{text}](figures/{name})" if name in figures else ""
-
-
-def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [columns, ["---", *["---:"] * (len(columns) - 1)], *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def _spread(numbers: Sequence[float], form: str) -> str:

@@ -87,7 +87,7 @@ def main(config: ConvertConfig, workdir: runner.Workdir) -> None:
                     progress.finish()
                 keys |= {f"{name}.{key}": value for key, value in measured.items()}
     finally:
-        seconds = _seconds(workdir, time.monotonic() - begin)
+        seconds = workdir.add_seconds(time.monotonic() - begin)
     keys = _compared(config, keys) | {
         "context": config.context,
         "model": source[0].name,
@@ -271,15 +271,6 @@ def _plan(config: ConvertConfig) -> dict[str, float]:
     """Expected seconds of every variant."""
     seconds = _COMPILE + _TOKEN * sum(_tokens(config))
     return dict.fromkeys(config.variants, seconds)
-
-
-def _seconds(workdir: runner.Workdir, here: float) -> float:
-    """Stores the seconds of this process; returns those of all."""
-    number = 0
-    while workdir.is_done(f"process.{number}"):
-        number += 1
-    workdir.mark_done(f"process.{number}", {"seconds": here})
-    return sum(workdir.result(f"process.{n}")["seconds"] for n in range(number + 1))
 
 
 if __name__ == "__main__":

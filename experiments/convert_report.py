@@ -11,6 +11,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from experiments.reporting import save_figure, table
 from experiments.workdir import write_atomic
 
 COMMAND = "python -m experiments.convert --config=configs/convert.py --workdir=DIR"
@@ -46,7 +47,7 @@ def write_report(workdir: str | Path) -> Path:
         "last boundary included, which count a window twice. "
         f"JAX {environment['jax']}, Python {environment['python']}, "
         f"{environment['device_kind']}; {keys['total_seconds']:.0f} s.",
-        _table(
+        table(
             [
                 "variant",
                 "bytes/token",
@@ -73,7 +74,7 @@ def write_report(workdir: str | Path) -> Path:
         "## Best of their size",
         _best(keys),
         "## Patterns",
-        _table(
+        table(
             ["variant", "window", "sinks", "entries", "top k", "layers"],
             [_described(config, name) for name in keys["variants"]],
         ),
@@ -160,19 +161,11 @@ def _figure(keys: dict[str, Any], path: Path) -> None:
         axes.margins(x=0.2)
     panels[0].set_title("Text", loc="left")
     panels[1].set_title("Needles (blue: at least half recalled)", loc="left")
-    # A killed program must not leave half a picture.
-    part = path.with_name(f".{path.name}")
-    figure.savefig(part, format="png", dpi=150)
-    part.replace(path)
+    save_figure(figure, path)
 
 
 def _listed(values: Sequence[Any]) -> str:
     return ", ".join(str(value) for value in values)
-
-
-def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [columns, ["---", *["---:"] * (len(columns) - 1)], *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ measured, process.N the seconds of each process. summary.json has the keys of
 
 import math
 import time
-from collections.abc import Iterator, MutableMapping
 from typing import Any
 
 from experiments import runner
@@ -31,7 +30,7 @@ _TOKEN, _PAIR = 2.4e-3, 6e-7
 _GENERATE = 12.0
 
 
-class Stages(MutableMapping):
+class Stages:
     """A run's stages as the results of `evaluate_model`; new ones go to the metrics."""
 
     def __init__(self, workdir: runner.Workdir):
@@ -50,15 +49,6 @@ class Stages(MutableMapping):
 
     def _record(self, task: str, number: str, result: dict[str, Any]) -> None:
         self._workdir.metrics(task, _step(number), **_measures(result))
-
-    def __delitem__(self, name: str) -> None:
-        raise NotImplementedError("a stage that is done stays done")
-
-    def __iter__(self) -> Iterator[str]:
-        raise NotImplementedError("stages are asked for by name")
-
-    def __len__(self) -> int:
-        raise NotImplementedError("stages are asked for by name")
 
 
 def _step(number: str) -> int:
@@ -122,7 +112,7 @@ def main(config: EvaluateConfig, workdir: runner.Workdir) -> None:
                 report=report,
             )
         finally:
-            seconds = _seconds(workdir, time.monotonic() - begin)
+            seconds = workdir.add_seconds(time.monotonic() - begin)
     keys |= {key: facts[key] for key in ("model", "parameters")}
     keys["total_seconds"] = seconds
     workdir.write_summary(keys)
@@ -158,15 +148,6 @@ def _plan(config: EvaluateConfig) -> dict[str, float]:
 
 def _cost(length: int, times: float) -> float:
     return times * length * (_TOKEN + _PAIR * length * 0.6)
-
-
-def _seconds(workdir: runner.Workdir, here: float) -> float:
-    """Stores the seconds of this process; returns those of all."""
-    number = 0
-    while workdir.is_done(f"process.{number}"):
-        number += 1
-    workdir.mark_done(f"process.{number}", {"seconds": here})
-    return sum(workdir.result(f"process.{n}")["seconds"] for n in range(number + 1))
 
 
 if __name__ == "__main__":

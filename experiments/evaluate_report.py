@@ -6,12 +6,12 @@ python -m experiments.evaluate_report DIR      writes them anew
 import json
 import re
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
 
+from experiments.reporting import save_figure, table
 from experiments.workdir import write_atomic
 
 MODEL_STAGE = "model"
@@ -77,14 +77,14 @@ def _text(keys: dict[str, Any], figures: Path) -> list[str]:
     axes.set_xlabel("position in the window, tokens")
     axes.set_ylabel("nats per token")
     axes.set_title("How context helps", loc="left")
-    _save(figure, figures / "nats_by_position.png")
+    save_figure(figure, figures / "nats_by_position.png")
     return [
         "## Perplexity",
         f"{keys['text.perplexity']:.2f} per token ({keys['text.nats_per_token']:.3f} "
         f"nats), {keys['text.bits_per_byte']:.3f} bits per byte, over "
         f"{keys['text.tokens']:,} tokens of held-out text that the model may or may "
         "not have been trained on.",
-        _table(
+        table(
             ["position", "nats per token"],
             [[f"{low}–{high - 1}", f"{value:.3f}"] for low, high, value in bins],
         ),
@@ -116,7 +116,7 @@ def _needle(workdir: Path, keys: dict[str, Any], figures: Path) -> list[str]:
     axes.set_xlabel("length, tokens")
     axes.set_ylabel("depth of the needle")
     axes.set_title("Needles recalled", loc="left")
-    _save(figure, figures / "needle_recall.png")
+    save_figure(figure, figures / "needle_recall.png")
     trials = len(list((workdir / "stages").glob(f"needle.{lengths[0]}.*.json")))
     first = _stage(workdir, f"needle.{lengths[0]}.0")["asked"]
     digits = len(first[0]["answer"].strip())
@@ -126,7 +126,7 @@ def _needle(workdir: Path, keys: dict[str, Any], figures: Path) -> list[str]:
         "asked for at its end: recalled when every token of the number is the model's "
         f"first choice (guessing: {10.0**-digits:g}). Each cell is {trials} "
         f"haystack(s); over all of them {keys['needle.recall']:.2f}.",
-        _table(
+        table(
             ["length", *(f"{depth} %" for depth in depths), "all", "nats per token"],
             [
                 [
@@ -145,18 +145,6 @@ def _needle(workdir: Path, keys: dict[str, Any], figures: Path) -> list[str]:
 def _stage(workdir: Path, name: str) -> dict[str, Any]:
     path = workdir / "stages" / f"{name}.json"
     return json.loads(path.read_text(encoding="utf-8"))["result"]
-
-
-def _save(figure: Figure, path: Path) -> None:
-    # A killed program must not leave half a picture.
-    part = path.with_name(f".{path.name}")
-    figure.savefig(part, format="png", dpi=150)
-    part.replace(path)
-
-
-def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [columns, ["---", *["---:"] * (len(columns) - 1)], *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 if __name__ == "__main__":

@@ -8,8 +8,8 @@ import dataclasses
 import itertools
 import math
 import time
-from collections.abc import Callable, MutableMapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -27,11 +27,18 @@ if TYPE_CHECKING:
 
 # (task, share of it that is done, a word about it).
 Report = Callable[[str, float, str], None]
-# What is done, by name: "text.3", "needle.4096.0", "generate".
-Results = MutableMapping[str, dict[str, Any]]
-
 COLOURS = "red blue green yellow black white purple orange golden silver".split()
 THINGS = "door gate bridge tower garden river castle lantern wagon mirror".split()
+
+
+class Results(Protocol):
+    """What is done, by name ("text.3", "needle.4096.0", "generate"); a dict serves."""
+
+    def __contains__(self, name: object, /) -> bool: ...
+
+    def __getitem__(self, name: str, /) -> dict[str, Any]: ...
+
+    def __setitem__(self, name: str, result: dict[str, Any], /) -> None: ...
 
 
 def evaluate_model(

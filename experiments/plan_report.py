@@ -5,7 +5,6 @@ python -m experiments.plan_report DIR      writes them anew
 
 import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from matplotlib.figure import Figure
 
 from experiments.plan_config import SHARDINGS
 from experiments.plan_count import FLOP_PARTS
+from experiments.reporting import save_figure, table
 from experiments.workdir import write_atomic
 
 STAGE = "plan"
@@ -45,7 +45,7 @@ def write_report(workdir: str | Path) -> Path:
         f"# {config['model']} at {config['context']:,} tokens on "
         f"{config['devices']} devices",
         "Counted from abstract shapes; nothing was measured. GiB are 2^30 bytes.",
-        _table(columns, rows),
+        table(columns, rows),
         "![Cache bytes and FLOPs against context](figures/plan.png)",
         *_parameters(models, config),
         *_flops(models),
@@ -131,7 +131,7 @@ def _flops(models: dict[str, Any]) -> list[str]:
         rows.append([name, *cells])
     return [
         "## FLOPs of one decoded token at the context",
-        _table(["GFLOPs", *FLOP_PARTS, "sum"], rows),
+        table(["GFLOPs", *FLOP_PARTS, "sum"], rows),
         "Matrix products alone, two FLOPs a multiplication and addition: norms, "
         "rotations, softmax, pooling and the mixing of residual streams are left out. "
         "Projections are those of attention, compressors, indexers and residual "
@@ -167,7 +167,7 @@ def _cache(models: dict[str, Any], config: dict[str, Any]) -> list[str]:
         f = model["figures"]
         parts += [
             f"### {name} (`{model['layers']}`)",
-            _table(["state", "layers", "dtype", "B/token", "MiB"], rows),
+            table(["state", "layers", "dtype", "B/token", "MiB"], rows),
             f"Grows by {f['cache_bytes_per_token_bf16']:,.1f} B/token in bfloat16 "
             f"({f['cache_gib_at_context_bf16']:,.2f} GiB) or "
             f"{f['cache_bytes_per_token_records']:,.1f} in records "
@@ -193,7 +193,7 @@ def _devices(models: dict[str, Any], config: dict[str, Any]) -> list[str]:
         f"Sharding `{config['sharding']}`: {SHARDINGS[config['sharding']]}. Weights of "
         f"{config['weight_bits']} bits, routed experts of {config['expert_bits']}; "
         "caches in bfloat16. The fullest device, without activations:",
-        _table(
+        table(
             [
                 "GiB",
                 "weights",
@@ -254,11 +254,7 @@ def _figure(models: dict[str, Any], path: Path) -> None:
             axes.set_xscale("log", base=2)
             axes.set_title(title, loc="left", fontweight="bold", fontsize=12)
         panels[0].legend(frameon=False, fontsize=9)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # A killed program must not leave half a picture.
-        part = path.parent / f".{path.name}"
-        figure.savefig(part, format="png", dpi=150)
-        part.replace(path)
+        save_figure(figure, path)
 
 
 def _count(number: int) -> str:
@@ -266,12 +262,6 @@ def _count(number: int) -> str:
         if number >= size:
             return f"{number / size:,.1f}{unit}"
     return f"{number:,}"
-
-
-def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    head = "|---|" + "---:|" * (len(columns) - 1)
-    lines = ["| " + " | ".join(cells) + " |" for cells in (columns, *rows)]
-    return "\n".join([lines[0], head, *lines[1:]])
 
 
 if __name__ == "__main__":

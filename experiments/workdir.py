@@ -150,6 +150,14 @@ class Workdir:
         path.parent.mkdir(parents=True, exist_ok=True)
         return path
 
+    def add_seconds(self, here: float) -> float:
+        """Keeps the seconds of this process; returns those of all of the run's."""
+        number = 0
+        while self.is_done(f"process.{number}"):
+            number += 1
+        self.mark_done(f"process.{number}", {"seconds": here})
+        return sum(self.result(f"process.{n}")["seconds"] for n in range(number + 1))
+
     def metrics(self, stage: str, step: int, **values: float | int | str) -> None:
         """Appends one line to metrics.jsonl and the numbers in it to tb/.
 

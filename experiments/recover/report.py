@@ -12,6 +12,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from experiments.reporting import save_figure, table
 from experiments.workdir import write_atomic
 
 _BLUE, _ORANGE, _GREEN = "#0072B2", "#D55E00", "#009E73"
@@ -114,7 +115,7 @@ def write_report(workdir: str | Path) -> Path:
         f"Python {env['python']}; {keys['total_seconds']:.0f} s. Every ratio is of one "
         "run; the config is in `config.json`, what each key means in the modules' "
         "docstrings.",
-        _table(("", "measured", "bar", ""), table_rows(keys)),
+        table(("", "measured", "bar", ""), table_rows(keys)),
     ]
     missed = [row[0] for row in table_rows(keys) if row[3] != "met"]
     parts.append(
@@ -137,7 +138,7 @@ def _flips(keys, config, figures: Path) -> list[str]:
     axes.bar_label(bars, fontsize=8)
     axes.set_yscale("symlog")
     axes.set_title("Flipped bits by what they were part of", loc="left")
-    _save(figure, figures / "flips.png")
+    save_figure(figure, figures / "flips.png")
     return [
         "## Flips on disk",
         f"{keys['flips_injected']:,} single bits, evenly over the bytes of blocks, and "
@@ -145,7 +146,7 @@ def _flips(keys, config, figures: Path) -> list[str]:
         f"round of at most {config['flips']['rows']} (one a prompt) a reader opens the "
         "store or goes on with an open one, restores, and its logits are compared bit "
         "for bit with a cold run.",
-        _table(
+        table(
             ("", "flips"),
             [
                 *places_text(places),
@@ -206,7 +207,7 @@ def _resident(keys, config, figures: Path) -> list[str]:
         "## Flips in memory",
         f"{keys['resident_blocks']} sealed blocks ({keys['resident_bytes'] / 1e6:.3g} "
         "MB) in each memory; the scrubber goes round twice at most.",
-        _table(("copies", "flipped", "found", "found where nothing was"), where),
+        table(("copies", "flipped", "found", "found where nothing was"), where),
         f"At {config['resident']['sample']} block(s) a decoding step, a round of all "
         f"takes {keys['scrub_round_steps']} steps. Scrubbing takes "
         f"{keys['scrub_us_per_step']:.0f} us a step of {keys['scrub_step_ms']:.3g} ms: "
@@ -247,14 +248,14 @@ def _storm(keys, config, figures: Path) -> list[str]:
     axes.set_xticks([0, 1], ["idle", "in a storm"])
     axes.set_ylabel("p99 of a step, ms")
     axes.legend()
-    _save(figure, figures / "storm.png")
+    save_figure(figure, figures / "storm.png")
     return [
         "## Rebuilding while decoding",
         f"{storm['storms']} storms of {storm['rebuilds']} blocks, with as many idle "
         f"steps after each; {storm['rows']} sequences decode from {storm['context']} "
         f"tokens on, and every {storm['read_every']} steps a block is read. Reads of "
         f"the second copy take {storm['slow_ms']:g} ms more.",
-        _table(("", *_STORMS.values()), rows),
+        table(("", *_STORMS.values()), rows),
         f"Paced: {storm['per_second']:g} blocks a second are given to the rebuilder.",
         f"One after the other a block takes {keys['rebuild_serial_ms']:.3g} ms, "
         f"through the pipeline ({storm['fetchers']} threads fetch) "
@@ -294,7 +295,7 @@ def _throughput(keys, config, figures: Path) -> list[str]:
         f"{keys['ttft_cold_seconds']:.3g} s recomputed, "
         f"{keys['ttft_restored_seconds']:.3g} s restored from files (median of "
         f"{config['throughput']['repeats']}).",
-        _table(("seconds", "with CRC32C", "without"), rows),
+        table(("seconds", "with CRC32C", "without"), rows),
         f"Median overhead of pairs in turn: {keys['verify_overhead']:.1%} (worst "
         f"{keys['verify_overhead_worst']:.1%}), of {keys['offload_bytes'] / 1e6:.3g} "
         "MB. Without, nothing but CRC32C is left out; headers are compared in both.",
@@ -327,7 +328,7 @@ def _crash(keys, config, figures: Path) -> list[str]:
         f"sides: {keys['recompute_seconds']:.3g} s to the first token recomputed, "
         f"{keys['recovery_seconds']:.3g} s from opening the checkpoint: "
         f"{keys['recovery_speedup']:.3g} ×.",
-        _table(
+        table(
             ("", "tokens at risk a row", "ms to record a step", "share of a step"),
             [
                 (
@@ -343,20 +344,8 @@ def _crash(keys, config, figures: Path) -> list[str]:
         f"tokens the log of 64 takes {keys['incremental_bytes'] / 1e6:.3g} MB, a "
         f"snapshot {keys['snapshot_bytes'] / 1e6:.3g} MB: "
         f"{keys['incremental_bytes_ratio']:.2%}.",
-        _table(("tokens in the log", "seconds to recover"), logs),
+        table(("tokens in the log", "seconds to recover"), logs),
     ]
-
-
-def _save(figure: Figure, path: Path) -> None:
-    # A killed program must not leave half a picture.
-    part = path.with_name(f".{path.name}")
-    figure.savefig(part, format="png", dpi=150)
-    part.replace(path)
-
-
-def _table(columns, rows) -> str:
-    lines = [columns, ["---", *["---:"] * (len(columns) - 1)], *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 if __name__ == "__main__":

@@ -74,7 +74,7 @@ def prefill_through(
         undo=undo,
         dtypes=dtypes,
     )
-    restored = np.maximum(np.asarray(cache.length), 0)
+    restored = np.asarray(cache.length)
     size = cache.spec.block_tokens
     logits = jnp.zeros((ids.shape[0], model.config.vocab_size), jnp.float32)
     blocks = stored = 0

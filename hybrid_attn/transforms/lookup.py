@@ -68,8 +68,11 @@ class Reader:
         return self.store.fetch(group.name, group.fingerprint, digest)
 
     def close(self) -> None:
+        """Gives up what was not begun; reading goes on, without threads."""
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
+        self._pool = None
+        self._jobs.clear()
 
 
 def candidates(store: "Store", layout: CacheLayout, chain) -> dict[str, set[int]]:
@@ -98,6 +101,28 @@ def deepest(layout: CacheLayout, available: dict[str, set[int]], replay: bool) -
     )
 
 
+def choose(
+    layout: CacheLayout, available: dict[str, set[int]], recent: Recent, span: int
+) -> tuple[int, bool, list[tuple[Group, int]]]:
+    """What a restore would read of the blocks that are there.
+
+    Returns:
+      (boundary in tokens, whether recent states are replayed up to it, the (group,
+      block) pairs to read).
+    """
+    boundary = 0 if recent == "replay" else deepest(layout, available, False)
+    replay = recent == "replay" or (recent == "auto" and not boundary)
+    if replay:
+        boundary = deepest(layout, available, True)
+        # Where all of it would be read again, nothing is gained: a miss.
+        boundary = boundary if boundary > span else 0
+    count = boundary // layout.block_tokens
+    needed = [(group, i) for group in layout.family("history") for i in range(count)]
+    if count and not replay:
+        needed += [(group, count - 1) for group in layout.family("recent")]
+    return boundary, replay, needed
+
+
 def find(
     reader: Reader,
     layout: CacheLayout,
@@ -117,16 +142,7 @@ def find(
     payloads: dict[tuple[str, int], np.ndarray] = {}
     origins: dict[tuple[str, int], str] = {}
     while True:
-        boundary = 0 if recent == "replay" else deepest(layout, available, False)
-        replay = recent == "replay" or (recent == "auto" and not boundary)
-        if replay:
-            boundary = deepest(layout, available, True)
-        last = boundary // size - 1
-        needed = [
-            (group, i) for group in layout.family("history") for i in range(last + 1)
-        ]
-        if not replay and boundary:
-            needed += [(group, last) for group in layout.family("recent")]
+        boundary, replay, needed = choose(layout, available, recent, span)
         lost = False
         for group, i in needed:
             if (group.name, i) not in payloads:
@@ -144,14 +160,15 @@ def find(
         if not lost:
             break
     on_grid = 0
-    for i in range(last + 1):
+    for i in range(boundary // size):
         made = {origin for (_, block), origin in origins.items() if block == i}
         if made != {"prefill"}:
             break
         on_grid = (i + 1) * size
     keys = {(group.name, i) for group, i in needed}
     # What is replayed agrees within tolerance, and so does what follows from it.
-    length = max(0, boundary - span) if replay else boundary
-    on_grid = 0 if replay and length else on_grid
+    length = boundary
+    if replay and boundary:
+        length, on_grid = boundary - span, 0
     held = {key: data for key, data in payloads.items() if key in keys}
-    return Hit(boundary, length, held, min(on_grid, length))
+    return Hit(boundary, length, held, on_grid)

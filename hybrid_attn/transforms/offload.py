@@ -14,8 +14,8 @@ from hybrid_attn.store.blocks import Block
 if TYPE_CHECKING:
     from hybrid_attn.store.store import Store
 
-# Which boundaries keep the recent states: all, every p-th, none.
-FULL, ZERO = 1, 0
+# Recent states are kept at every boundary.
+FULL = 1
 
 
 @dataclasses.dataclass(frozen=True)

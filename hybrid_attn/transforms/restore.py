@@ -16,6 +16,8 @@ from hybrid_attn.transforms.lookup import (
     Hit,
     Reader,
     Recent,
+    candidates,
+    choose,
     find,
     replay_span,
 )
@@ -50,7 +52,8 @@ def restore(
     Where no boundary has recent states (stored with ``recent=0``) entries are restored
     and recent states are not: ``sealed`` is set to the boundary and ``length`` below
     it by as many tokens as the states depend on; reading them again, as the next call
-    does by itself, makes the states within tolerance (ROUNDING).
+    does by itself, makes the states within tolerance (ROUNDING). A boundary that is no
+    farther than that is a miss.
 
     Args:
       store: an open store of the model's `model_id`.
@@ -104,6 +107,7 @@ def prefetch(
     *,
     dtypes=None,
     undo: int = 16,
+    recent: Recent = "auto",
 ) -> Prefetch:
     """Begins to fetch and verify, on threads, what `restore` of the prompts will read.
 
@@ -114,15 +118,14 @@ def prefetch(
     """
     ids, counts = _prompts(tokens, lengths)
     abstract = jax.eval_shape(lambda: init_cache(config, 1, 1, undo, dtypes))
-    layout = layout_of(abstract)
+    layout, span = layout_of(abstract), replay_span(abstract)
     reader = Reader(store, _WORKERS)
     for row, count in enumerate(counts):
         size = layout.block_tokens
         chain = store.chain(layout.fingerprint, ids[row, : int(count)], size)
-        for digest in chain:
-            for group in layout.groups:
-                if store.contains(group.name, group.fingerprint, digest):
-                    reader.ahead(group, digest)
+        available = candidates(store, layout, chain)
+        for group, i in choose(layout, available, recent, span)[2]:
+            reader.ahead(group, chain[i])
     return Prefetch(reader)
 
 

@@ -23,38 +23,13 @@ if __name__ == "__main__":
     sys.path.insert(0, str(root))
 
 from tests.store import samples
+from tests.store.storage import Ending
 
 OPERATIONS = ("publish", "replace", "gc", "forget", "rebuild_index")
 
 
-class Dying:
-    """Storage under which the process dies before its k-th writing call."""
-
-    def __init__(self, objects, after: int):
-        self._objects = objects
-        self._left = after
-
-    def __getattr__(self, name):
-        return getattr(self._objects, name)
-
-    def _count(self) -> None:
-        self._left -= 1
-        if self._left < 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    def write_many(self, values) -> None:
-        for key, value in values.items():
-            self._count()
-            self._objects.write_many({key: value})
-
-    def delete_many(self, keys) -> None:
-        for key in keys:
-            self._count()
-            self._objects.delete_many([key])
-
-    def commit(self, transaction, prefix) -> None:
-        self._count()
-        self._objects.commit(transaction, prefix)
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def old_blocks():
@@ -97,7 +72,7 @@ def every(root: Path, operation: str) -> int:
         shutil.copytree(root, copy)
         child = os.fork()
         if child == 0:
-            wrap = functools.partial(Dying, after=count)
+            wrap = functools.partial(Ending, end=die, left=count)
             operate(copy, operation, wrap=wrap)
             (copy.with_name(f"{copy.name}.done")).touch()
             os._exit(0)

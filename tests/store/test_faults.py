@@ -15,6 +15,7 @@ from hybrid_attn.store import blocks as formats
 from hybrid_attn.store.objects import Objects
 from tests.store import samples
 from tests.store.samples import ENTRIES, LAYOUT, WINDOW, make, open_store, right
+from tests.store.storage import Ending
 
 
 @pytest.fixture
@@ -272,29 +273,18 @@ def test_foreign_and_orphaned_objects_are_listed(root):
     assert (root / "todo").exists()
 
 
-class Failing:
-    """Storage that refuses the k-th of its writing calls, and all after it."""
+class Failing(Ending):
+    """A full disk: nothing is written any more, and deleting still works."""
 
     def __init__(self, objects: Objects, after: int):
-        self._objects = objects
-        self.left = after
+        super().__init__(objects, self._full, after)
 
-    def __getattr__(self, name):
-        return getattr(self._objects, name)
+    @staticmethod
+    def _full() -> None:
+        raise stores.StoreWriteError("No space left on device")
 
-    def _count(self) -> None:
-        self.left -= 1
-        if self.left < 0:
-            raise stores.StoreWriteError("No space left on device")
-
-    def write_many(self, values) -> None:
-        for key, value in values.items():
-            self._count()
-            self._objects.write_many({key: value})
-
-    def commit(self, transaction, prefix) -> None:
-        self._count()
-        self._objects.commit(transaction, prefix)
+    def delete_many(self, keys) -> None:
+        self._objects.delete_many(keys)
 
 
 def test_a_publish_that_fails_at_any_write_leaves_nothing(tmp_path):

@@ -19,6 +19,7 @@ from hypothesis.stateful import (
 from hybrid_attn.store.blocks import Block, object_name
 from tests.store import samples
 from tests.store.samples import make, open_store, right
+from tests.store.storage import Ending
 
 _IDS = samples.tokens(16)
 # Three chains: one branches off the first after two blocks, one stands alone.
@@ -37,34 +38,8 @@ class Crash(BaseException):
     """The process is gone: not even cleaning up happens any more."""
 
 
-class Crashing:
-    """Storage that ends at its k-th writing call, and does nothing after it."""
-
-    def __init__(self, objects):
-        self._objects = objects
-        self.left = 10**9
-
-    def __getattr__(self, name):
-        return getattr(self._objects, name)
-
-    def _count(self) -> None:
-        self.left -= 1
-        if self.left < 0:
-            raise Crash
-
-    def write_many(self, values) -> None:
-        for key, value in values.items():
-            self._count()
-            self._objects.write_many({key: value})
-
-    def delete_many(self, keys) -> None:
-        for key in keys:
-            self._count()
-            self._objects.delete_many([key])
-
-    def commit(self, transaction, prefix) -> None:
-        self._count()
-        self._objects.commit(transaction, prefix)
+def crash() -> None:
+    raise Crash
 
 
 def ancestors(digest: str) -> set[str]:
@@ -106,7 +81,7 @@ class StoreMachine(RuleBasedStateMachine):
     @initialize()
     def start(self):
         def wrap(objects):
-            self.io = Crashing(objects)
+            self.io = Ending(objects, crash)
             return self.io
 
         self.store = open_store(self.root / "s", wrap=wrap)

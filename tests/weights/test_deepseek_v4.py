@@ -3,7 +3,6 @@
 import json
 import shutil
 import struct
-import tracemalloc
 from pathlib import Path
 
 import jax
@@ -17,18 +16,10 @@ from safetensors.numpy import load_file, save_file
 import hybrid_attn as ha
 from hybrid_attn.config import HyperConfig, MoEConfig
 from hybrid_attn.weights.config_deepseek_v4 import ConfigError, from_json, to_json
+from tests.weights.models import check_streamed, leaves, same
 
 CASE = Path(__file__).parent.parent / "data" / "flash_tiny"
 E4M3, E8M0 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e8m0fnu
-
-
-def leaves(model):
-    return jax.tree.leaves(nnx.state(model))
-
-
-def same(a, b) -> bool:
-    pairs = zip(leaves(a), leaves(b), strict=True)
-    return all(x.dtype == y.dtype and x.tobytes() == y.tobytes() for x, y in pairs)
 
 
 @pytest.fixture(scope="module")
@@ -390,18 +381,4 @@ def test_streamed(tmp_path):
         query_rank=64,
         output_rank=64,
     )
-    model = ha.Model(config, rngs=nnx.Rngs(0))
-    sizes = [x.nbytes for x in leaves(model)]
-    largest = max(sizes)
-    assert largest < sum(sizes) / 4
-    tracemalloc.start()
-    ha.weights.save(tmp_path, config, model)
-    saving = tracemalloc.get_traced_memory()[1]
-    del model
-    tracemalloc.reset_peak()
-    before = tracemalloc.get_traced_memory()[0]
-    ha.weights.load(tmp_path)
-    loading = tracemalloc.get_traced_memory()[1] - before
-    tracemalloc.stop()
-    assert saving < 1.2 * largest + 4e6
-    assert loading < sum(sizes) + 1.2 * largest + 4e6
+    check_streamed(config, tmp_path, parts=4)

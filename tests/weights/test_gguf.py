@@ -5,10 +5,8 @@ import tracemalloc
 from pathlib import Path
 
 import gguf
-import jax
 import numpy as np
 import pytest
-from flax import nnx
 from safetensors.numpy import load_file
 
 import hybrid_attn as ha
@@ -20,21 +18,13 @@ from tests.weights.llama_files import (
     tokenizer_fields,
     write,
 )
+from tests.weights.models import same
 
 DATA = Path(__file__).parent.parent / "data"
 CASES = ("llama_tiny", "llama_tied")
 Q = gguf.GGMLQuantizationType
 QUANTIZED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
 K_QUANTS = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
-
-
-def leaves(model):
-    return jax.tree.leaves(nnx.state(model))
-
-
-def same(a, b) -> bool:
-    pairs = zip(leaves(a), leaves(b), strict=True)
-    return all(x.dtype == y.dtype and x.tobytes() == y.tobytes() for x, y in pairs)
 
 
 def case(name):

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import tracemalloc
 from pathlib import Path
 
 import jax
@@ -15,18 +14,10 @@ from safetensors.numpy import load_file, save_file
 import hybrid_attn as ha
 from hybrid_attn.weights.config_llama import from_json, to_json
 from hybrid_attn.weights.fields import ConfigError
+from tests.weights.models import check_streamed, leaves, same
 
 DATA = Path(__file__).parent.parent / "data"
 CASES = ("llama_tiny", "llama_tied")
-
-
-def leaves(model):
-    return jax.tree.leaves(nnx.state(model))
-
-
-def same(a, b) -> bool:
-    pairs = zip(leaves(a), leaves(b), strict=True)
-    return all(x.dtype == y.dtype and x.tobytes() == y.tobytes() for x, y in pairs)
 
 
 @pytest.fixture
@@ -194,18 +185,4 @@ def test_streamed(tmp_path):
     config = ha.weights.load(DATA / "llama_tiny")[0].replace(
         vocab_size=8192, hidden_size=256, feed_forward_size=2048
     )
-    model = ha.Model(config, rngs=nnx.Rngs(0))
-    sizes = [x.nbytes for x in leaves(model)]
-    largest = max(sizes)
-    assert largest < sum(sizes) / 3
-    tracemalloc.start()
-    ha.weights.save(tmp_path, config, model)
-    saving = tracemalloc.get_traced_memory()[1]
-    del model
-    tracemalloc.reset_peak()
-    before = tracemalloc.get_traced_memory()[0]
-    ha.weights.load(tmp_path)
-    loading = tracemalloc.get_traced_memory()[1] - before
-    tracemalloc.stop()
-    assert saving < 1.2 * largest + 4e6
-    assert loading < sum(sizes) + 1.2 * largest + 4e6
+    check_streamed(config, tmp_path, parts=3)
