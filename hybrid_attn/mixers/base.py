@@ -23,7 +23,7 @@ from hybrid_attn.layers.norm import RMSNorm, rms_norm
 from hybrid_attn.layers.rope import rotate
 from hybrid_attn.mixers.sink import SinkKey
 from pallas_kernels.softmax import Partial, finish, merge
-from pallas_kernels.window_attention.xla import window_attention
+from pallas_kernels.window_attention.api import window_attention
 
 # By name; the concrete state class is the mixer's own business.
 States = dict[str, Any]

@@ -10,7 +10,7 @@ from hybrid_attn.layers.norm import RMSNorm
 from hybrid_attn.mixers.base import Mixer, finish_keys, merged
 from hybrid_attn.mixers.compressor import Compressor, empty_frontier
 from hybrid_attn.mixers.registry import register_mixer
-from pallas_kernels.compressed_attention.xla import compressed_attention
+from pallas_kernels.compressed_attention.api import compressed_attention
 from pallas_kernels.softmax import LOG2_E
 
 

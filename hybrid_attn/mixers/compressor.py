@@ -23,7 +23,7 @@ from hybrid_attn.cache.span import Span
 from hybrid_attn.cache.spec import CacheSpec
 from hybrid_attn.config import LayerSpec, ModelConfig
 from hybrid_attn.layers.linear import Linear
-from pallas_kernels.pool.xla import pool
+from pallas_kernels.pool.api import pool
 
 # A group scored far below every real one: it gets weight zero, and no inf - inf.
 _NO_SCORE = -1e30

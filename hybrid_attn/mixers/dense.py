@@ -6,7 +6,7 @@ from hybrid_attn.cache.rings import entry_write
 from hybrid_attn.cache.states import CompressedKV
 from hybrid_attn.mixers.base import Mixer
 from hybrid_attn.mixers.registry import register_mixer
-from pallas_kernels.compressed_attention.xla import compressed_attention
+from pallas_kernels.compressed_attention.api import compressed_attention
 
 
 @register_mixer("dense")

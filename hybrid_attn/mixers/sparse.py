@@ -7,8 +7,8 @@ from flax import nnx
 from hybrid_attn.mixers.compressed import CompressedMixer
 from hybrid_attn.mixers.indexer import Indexer, indexer_loss
 from hybrid_attn.mixers.registry import register_mixer
-from pallas_kernels.indexer_topk.xla import indexer_scores, indexer_topk
-from pallas_kernels.sparse_attention.xla import masked_attention, sparse_attention
+from pallas_kernels.indexer_topk.api import indexer_scores, indexer_topk
+from pallas_kernels.sparse_attention.api import masked_attention, sparse_attention
 
 
 @register_mixer("csa")

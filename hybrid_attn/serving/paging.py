@@ -10,9 +10,9 @@ import numpy as np
 from jax import Array
 
 from hybrid_attn.cache.layout import Group
-from pallas_kernels.compressed_attention.xla import compressed_attention
+from pallas_kernels.compressed_attention.api import compressed_attention
 from pallas_kernels.softmax import Partial, merge
-from pallas_kernels.sparse_attention.xla import sparse_attention
+from pallas_kernels.sparse_attention.api import sparse_attention
 
 # The verified payload uint8[group.nbytes] of a block, or None where it is lost.
 Fetch = Callable[[str], np.ndarray | None]
