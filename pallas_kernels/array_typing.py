@@ -14,5 +14,7 @@ Keys = Float[Array, "b s k h"]
 Entries = Float[Array, "b e k h"]
 Positions = Int[Array, "b t"]
 Visible = Int[Array, "b t"]
+# Attention mass of blocks of entries.
+Mass = Float[Array, "b t blocks"]
 
-__all__ = ["Entries", "Keys", "Positions", "Queries", "Visible", "typed"]
+__all__ = ["Entries", "Keys", "Mass", "Positions", "Queries", "Visible", "typed"]

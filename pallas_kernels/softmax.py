@@ -40,6 +40,15 @@ def partial_softmax(logits: Array, mask: Array) -> tuple[Array, Array, Array]:
     return weights, jnp.sum(weights, axis=-1), maximum
 
 
+def nothing(query: Array) -> Partial:
+    """The sums over no keys, of grouped queries [b, k, t, g, h]."""
+    return Partial(
+        jnp.zeros(query.shape, jnp.float32),
+        jnp.zeros(query.shape[:-1], jnp.float32),
+        jnp.full(query.shape[:-1], MASKED, jnp.float32),
+    )
+
+
 def merge(a: Partial, b: Partial) -> Partial:
     """Softmax sums over the union of two disjoint sets of keys."""
     maximum = jnp.maximum(a.maximum, b.maximum)
@@ -70,6 +79,12 @@ def finish(partial: Partial, sink: Array | None) -> Array:
         total = jnp.where(total > 0, total, 1.0)
     out = weighted / total[..., None]
     return out.transpose(0, 2, 1, 3, 4).reshape(b, t, k * g, h)
+
+
+def check_mass_block(mass_block: int | None) -> None:
+    """Refuses blocks of no entries."""
+    if mass_block is not None and mass_block < 1:
+        raise ValueError(f"mass_block {mass_block}: expected at least 1, or None")
 
 
 def group_heads(query: Array, kv_heads: int, scale: float) -> Array:

@@ -1,11 +1,13 @@
 """Attention over a chosen list of entries per query."""
 
+from typing import overload
+
 from jaxtyping import Array, Bool, Int
 
 from pallas_kernels.abi import Layout, check_stored
-from pallas_kernels.array_typing import Entries, Queries
+from pallas_kernels.array_typing import Entries, Mass, Queries
 from pallas_kernels.dispatch import Dispatch, Implementation
-from pallas_kernels.softmax import Partial
+from pallas_kernels.softmax import Partial, check_mass_block
 from pallas_kernels.sparse_attention import xla
 
 DISPATCH = Dispatch("sparse_attention", Implementation("xla", xla.sparse_attention))
@@ -15,6 +17,7 @@ MASKED_DISPATCH = Dispatch(
 ENTRY_AXES = ("b", "e", "k", "h")
 
 
+@overload
 def sparse_attention(
     query: Queries,
     key: Entries,
@@ -22,26 +25,69 @@ def sparse_attention(
     chosen: Int[Array, "b t c"],
     *,
     scale: float,
+    mass_block: None = None,
     entry_layout: Layout | None = None,
     implementation: str | None = None,
-) -> Partial:
+) -> Partial: ...
+
+
+@overload
+def sparse_attention(
+    query: Queries,
+    key: Entries,
+    value: Entries,
+    chosen: Int[Array, "b t c"],
+    *,
+    scale: float,
+    mass_block: int,
+    entry_layout: Layout | None = None,
+    implementation: str | None = None,
+) -> tuple[Partial, Mass]: ...
+
+
+def sparse_attention(
+    query: Queries,
+    key: Entries,
+    value: Entries,
+    chosen: Int[Array, "b t c"],
+    *,
+    scale: float,
+    mass_block: int | None = None,
+    entry_layout: Layout | None = None,
+    implementation: str | None = None,
+) -> Partial | tuple[Partial, Mass]:
     """Softmax sums over the entries that each query chose.
 
     Args:
       query: float[b, t, n, h]; key, value: float[b, e, k, h].
       chosen: int32[b, t, c], entry indices, -1 = none.
       scale: factor on q·k.
+      mass_block: entries per block; return the attention mass of each block too, which
+        predicts what the next queries read.
       entry_layout: the owner's description of key and value, checked if given.
       implementation: a name of ``DISPATCH.names``; None for the best supported.
 
+    Returns:
+      The sums; with ``mass_block`` (sums, mass float32[b, t, ceil(e / mass_block)]):
+      the softmax weights over the chosen entries, summed per block and
+      averaged over query heads. A row adds up to 1, or to 0 where it chose none.
+
     Raises:
+      ValueError: ``mass_block`` is not positive.
       LayoutError: key or value is not as described.
       Unsupported: the named implementation does not serve the call.
     """
+    check_mass_block(mass_block)
     check_stored(entry_layout, ENTRY_AXES, key, "sparse_attention key")
     check_stored(entry_layout, ENTRY_AXES, value, "sparse_attention value")
     return DISPATCH(
-        query, key, value, chosen, scale=scale, implementation=implementation
+        query,
+        key,
+        value,
+        chosen,
+        scale=scale,
+        mass_block=mass_block,
+        implementation=implementation,
     )
 
 

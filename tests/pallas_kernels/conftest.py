@@ -30,3 +30,11 @@ def agrees():
         np.testing.assert_allclose(mass, log_sum, atol=atol)
 
     return check
+
+
+@pytest.fixture
+def per_block():
+    """per_block(shares, size): shares [b, t, e] summed over each ``size`` entries."""
+    return lambda shares, size: np.add.reduceat(
+        shares, np.arange(0, shares.shape[2], size), axis=2
+    )

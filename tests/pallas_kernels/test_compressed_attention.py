@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.compressed_attention import xla
+from pallas_kernels.compressed_attention import api, xla
 from pallas_kernels.compressed_attention.reference import reference
 from pallas_kernels.compressed_attention.xla import compressed_attention
 from pallas_kernels.softmax import finish
@@ -82,6 +82,57 @@ def test_all_rows_masked(normal):
         query, nan, nan, jnp.zeros((2, 3), jnp.int32), scale=1.0, static=False
     )
     np.testing.assert_array_equal(np.asarray(finish(partial, jnp.zeros(4))), 0)
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize(
+    ("block", "mass_block"),
+    [(512, 4), (512, 32), (8, 4), (8, 3), (8, 8), (8, 16), (8, 20), (8, 11)],
+)
+def test_mass(block, mass_block, static, normal, agrees, per_block, monkeypatch):
+    """Blocks that divide neither the entries nor what is read at a time; padding."""
+    monkeypatch.setattr(xla, "BLOCK", block)
+    query, key, value = normal(2, 4, 4, 8), normal(2, 19, 2, 8), normal(2, 19, 2, 8)
+    visible = np.array([[0, 1, 9, 18], [3, 17, 19, 0]], np.int32)
+    first = np.array([[0, 1, 2, 9], [0, 0, 18, 0]], np.int32)
+    want = reference(query, key, value, visible, scale=1.5, visible_from=first)
+    key[0, 18:], value[0, 18:] = np.nan, np.nan
+    arrays = [jnp.asarray(x) for x in (query, key, value, visible)]
+    options = {"visible_from": jnp.asarray(first), "mass_block": mass_block}
+    partial, mass = compressed_attention(*arrays, scale=1.5, static=static, **options)
+    agrees(partial, want)
+    np.testing.assert_allclose(
+        np.asarray(mass), per_block(want[2], mass_block), atol=1e-6
+    )
+
+
+def test_no_entries(normal):
+    query, none = jnp.asarray(normal(2, 3, 4, 8)), jnp.zeros((2, 0, 1, 8))
+    partial, mass = compressed_attention(
+        query,
+        none,
+        none,
+        jnp.zeros((2, 3), jnp.int32),
+        scale=1.0,
+        static=False,
+        mass_block=4,
+    )
+    np.testing.assert_array_equal(np.asarray(finish(partial, None)), 0)
+    assert mass.shape == (2, 3, 0)
+
+
+def test_mass_block_is_checked(normal):
+    x = jnp.asarray(normal(1, 1, 1, 8))
+    with pytest.raises(ValueError, match="mass_block 0: expected at least 1"):
+        api.compressed_attention(
+            x,
+            x,
+            x,
+            jnp.ones((1, 1), jnp.int32),
+            scale=1.0,
+            static=False,
+            mass_block=0,
+        )
 
 
 @pytest.mark.parametrize("block", [512, 8])

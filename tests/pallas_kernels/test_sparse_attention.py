@@ -53,6 +53,33 @@ def test_poisoned_padding(normal, agrees):
     agrees(sparse_attention(*arrays, scale=0.4), want)
 
 
+@pytest.mark.parametrize("mass_block", [1, 4, 16])
+def test_mass(mass_block, normal, agrees, per_block):
+    """An entry chosen twice counts twice; empty lists, and NaN that nobody chose."""
+    query, key = normal(2, 3, 4, 8), normal(2, 11, 2, 8)
+    chosen = np.array([[[-1, -1, -1], [3, -1, 3], [5, 10, 4]], [[-1, 0, 8]] * 3])
+    want = reference(query, key, key, chosen, scale=1.5)
+    for row in range(2):
+        key[row, np.setdiff1d(np.arange(11), chosen[row])] = np.nan
+    query, key, chosen = (jnp.asarray(x) for x in (query, key, chosen))
+    partial, mass = sparse_attention(
+        query, key, key, chosen, scale=1.5, mass_block=mass_block
+    )
+    agrees(partial, want)
+    np.testing.assert_allclose(
+        np.asarray(mass), per_block(want[2], mass_block), atol=1e-6
+    )
+
+
+@pytest.mark.parametrize(("e", "c"), [(0, 3), (5, 0)])
+def test_nothing_to_choose(e, c, normal):
+    query, key = jnp.asarray(normal(2, 3, 4, 8)), jnp.asarray(normal(2, e, 1, 8))
+    none = jnp.full((2, 3, c), -1)
+    partial, mass = sparse_attention(query, key, key, none, scale=1.0, mass_block=2)
+    np.testing.assert_array_equal(np.asarray(finish(partial, None)), 0)
+    np.testing.assert_array_equal(np.asarray(mass), np.zeros((2, 3, -(-e // 2))))
+
+
 def test_all_rows_masked(normal):
     nan = jnp.full((2, 5, 1, 8), jnp.nan)
     none = jnp.full((2, 3, 4), -1)
