@@ -1,3 +1,4 @@
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -70,6 +71,28 @@ def test_poisoned_padding(block, normal, monkeypatch):
     index, best = indexer_topk(*map(jnp.asarray, (query, weight, key, visible)), k=4)
     np.testing.assert_array_equal(np.asarray(index), want)
     assert not np.isnan(np.asarray(best)).any()
+
+
+@pytest.mark.parametrize("narrow", [256, 0])
+@pytest.mark.parametrize("collected", [16, 1 << 22])
+def test_one_query(narrow, collected, normal, monkeypatch):
+    """The shortest prefix that holds what is visible, or groups of blocks."""
+    for name, value in (
+        ("DECODE_BLOCK", 4),
+        ("_NARROW", narrow),
+        ("_COLLECTED", collected),
+    ):
+        monkeypatch.setattr(xla, name, value)
+    query, weight, key = normal(2, 1, 3, 8), normal(2, 1, 3), normal(2, 8, 131)
+    choose = jax.jit(indexer_topk, static_argnames="k")
+    for most in (0, 1, 9, 33, 34, 131):
+        visible = np.array([[most], [most // 2]], np.int32)
+        hidden = np.arange(131) >= visible[:, :, None]
+        poisoned = np.where(hidden, np.nan, key)
+        index, best = choose(*map(jnp.asarray, (query, weight, poisoned, visible)), k=5)
+        want = reference_choice(reference_scores(query, weight, key), visible, 5)
+        np.testing.assert_array_equal(np.asarray(index), want)
+        np.testing.assert_array_equal(np.asarray(best) > -np.inf, want >= 0)
 
 
 def test_all_rows_masked(normal):
