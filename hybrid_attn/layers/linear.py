@@ -1,5 +1,8 @@
 """Bias-free linear maps as flat matrix products."""
 
+import functools
+import math
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -7,10 +10,40 @@ from jax import Array
 
 # Up to here a grouped product is written out on CPU.
 _FEW_GROUPS = 16
+# Parts of a row product that are added element by element.
+_PARTS = 8
 
 
 def _init(rngs: nnx.Rngs, shape: tuple[int, ...], fan_in: int) -> Array:
     return nnx.initializers.normal(fan_in**-0.5)(rngs.params(), shape, jnp.float32)
+
+
+def row_product(row: Array, weights: Array, index: Array | int) -> Array:
+    """row @ weights[index], reading the chosen matrix where it lies.
+
+    Args:
+      row: float[k]; weights: float[m, k, n].
+
+    Returns:
+      float[n].
+
+    A product with a slice of an array copies the slice first on CPU, which costs up to
+    four times the product. Sums of slices fuse with them instead: eight terms element by
+    element, and a product with ones over what is left. 36 products of 256x256 and
+    128x256 chosen among 16 take 215 µs on two cores, 410 with copies; with 4 terms 250,
+    with 16 also 250, and `jnp.sum` as the last step 630.
+    """
+    if row.dtype != jnp.float32 or jax.default_backend() != "cpu":
+        return row @ weights[index]
+    k, n = weights.shape[1:]
+    parts = math.gcd(k, _PARTS)
+    size = k // parts
+    terms = [
+        row[first : first + size, None]
+        * jax.lax.dynamic_slice(weights, (index, first, 0), (1, size, n))[0]
+        for first in range(0, k, size)
+    ]
+    return jnp.ones((size,), row.dtype) @ functools.reduce(jnp.add, terms)
 
 
 class Linear(nnx.Module):
@@ -55,6 +88,9 @@ class GroupedLinear(nnx.Module):
         if groups > _FEW_GROUPS or jax.default_backend() != "cpu":
             parts = flat.reshape(-1, groups, width)
             y = jnp.einsum("tgi,gio->tgo", parts, weight)
+        elif flat.shape[0] == 1:
+            parts = flat.reshape(groups, width)
+            y = jnp.stack([row_product(parts[g], weight, g) for g in range(groups)])
         else:
             # The batched product transposes what it reads and writes.
             y = jnp.concatenate(

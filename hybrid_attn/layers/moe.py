@@ -13,7 +13,7 @@ from jax import Array
 
 from hybrid_attn.config import MoEConfig
 from hybrid_attn.layers.feed_forward import FeedForward, swiglu
-from hybrid_attn.layers.linear import Linear
+from hybrid_attn.layers.linear import Linear, row_product
 from hybrid_attn.layers.parameters import Fixed
 
 # Added to the sum that normalises a token's weights, as in the reference.
@@ -117,12 +117,12 @@ class Experts(nnx.Module):
 
     def _single(self, x: Array, chosen: Array) -> Array:
         """[r, k, d]: one pair after another, each two products of one row."""
+        gate_up = self.gate_up[...].astype(self.dtype)
+        down = self.down[...].astype(self.dtype)
 
         def pair(row: Array, expert: Array) -> Array:
-            hidden = row @ self.gate_up[...][expert].astype(self.dtype)
-            return swiglu(hidden, self.limit) @ self.down[...][expert].astype(
-                self.dtype
-            )
+            hidden = row_product(row, gate_up, expert)
+            return row_product(swiglu(hidden, self.limit), down, expert)
 
         rows, k = chosen.shape
         out = [pair(x[r], chosen[r, i]) for r in range(rows) for i in range(k)]
