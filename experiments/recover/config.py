@@ -77,7 +77,8 @@ class Storm:
 
     Attributes:
       rebuilds: blocks of a storm.
-      storms: how often, in turn with as many idle steps.
+      storms: how often.
+      window: blocks of a storm after which as many idle steps follow; 0 for all.
       rows, context: sequences that decode, and their tokens before the first step.
       slow_ms: added to every read of the second copy.
       per_second: blocks that are given to the rebuilder, 0 for all at once.
@@ -88,6 +89,7 @@ class Storm:
 
     rebuilds: int = 100
     storms: int = 3
+    window: int = 20
     rows: int = 4
     context: int = 2_368
     slow_ms: float = 20.0
@@ -100,7 +102,7 @@ class Storm:
         counts = (self.rebuilds, self.storms, self.rows, self.context, self.fetchers)
         if (
             min(*counts, self.read_every, self.room) < 1
-            or min(self.slow_ms, self.per_second) < 0
+            or min(self.slow_ms, self.per_second, self.window) < 0
         ):
             raise ValueError(f"{self}: expected numbers from 1 and a delay from 0")
 

@@ -251,10 +251,11 @@ def _storm(keys, config, figures: Path) -> list[str]:
     save_figure(figure, figures / "storm.png")
     return [
         "## Rebuilding while decoding",
-        f"{storm['storms']} storms of {storm['rebuilds']} blocks, with as many idle "
-        f"steps after each; {storm['rows']} sequences decode from {storm['context']} "
-        f"tokens on, and every {storm['read_every']} steps a block is read. Reads of "
-        f"the second copy take {storm['slow_ms']:g} ms more.",
+        f"{storm['storms']} storms of {storm['rebuilds']} blocks, after each "
+        f"{storm['window'] or storm['rebuilds']} of them as many idle steps; "
+        f"{storm['rows']} sequences decode from {storm['context']} tokens on, and a "
+        f"block is read every {storm['read_every']} steps. Reads of the second copy "
+        f"take {storm['slow_ms']:g} ms more.",
         table(("", *_STORMS.values()), rows),
         f"Paced: {storm['per_second']:g} blocks a second are given to the rebuilder.",
         f"One after the other a block takes {keys['rebuild_serial_ms']:.3g} ms, "

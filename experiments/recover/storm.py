@@ -117,7 +117,7 @@ runpy.run_module("experiments.recover.storm_worker", run_name="__main__")
 
 
 class WorkerProcess:
-    """A `storm_worker` process; ``start`` begins a storm, ``done`` asks about it."""
+    """A `storm_worker` process; ``start`` begins a window of a storm, ``done`` asks."""
 
     def __init__(self, scene: Scene):
         environment = {**os.environ, "PYTHONPATH": str(_ROOT)}
@@ -141,8 +141,8 @@ class WorkerProcess:
         if self._receive() != "ready":
             raise RuntimeError("the process that rebuilds blocks did not start")
 
-    def start(self, per_second: float) -> None:
-        self._send(str(per_second))
+    def start(self, per_second: float, first: int, count: int) -> None:
+        self._send(json.dumps([per_second, first, count]))
         self.result: dict[str, float] = {}
         self._thread = threading.Thread(target=self._wait)
         self._thread.start()
@@ -175,9 +175,10 @@ class WorkerThreads:
         self._scene = scene
         self._copy = scene.slow_copy()
 
-    def start(self, per_second: float) -> None:
+    def start(self, per_second: float, first: int, count: int) -> None:
         self.result: dict[str, float] = {}
-        self._thread = threading.Thread(target=self._rebuild, args=(per_second,))
+        window = (per_second, first, count)
+        self._thread = threading.Thread(target=self._rebuild, args=window)
         self._thread.start()
 
     def done(self) -> bool:
@@ -186,12 +187,12 @@ class WorkerThreads:
     def close(self) -> None:
         self._copy.close()
 
-    def _rebuild(self, per_second: float) -> None:
+    def _rebuild(self, per_second: float, first: int, count: int) -> None:
         scene = self._scene
         self.result = rebuild_all(
             scene.store,
             self._copy,
-            scene.keys,
+            scene.keys[first : first + count],
             scene.settings.fetchers,
             per_second=per_second,
         )
@@ -242,16 +243,20 @@ def _storms(scene: Scene, worker, per_second, suffix: str, report) -> dict:
     storm: dict[str, list[float]] = {"steps": [], "reads": [], "bad": []}
     idle: dict[str, list[float]] = {"steps": [], "reads": [], "bad": []}
     rebuilt = spent = 0.0
+    keys, size = len(scene.keys), scene.settings.window or len(scene.keys)
+    windows = range(0, keys, size)
+    # A machine's own noise comes and goes: each window of a storm has its idle one.
     for number in range(scene.settings.storms):
-        worker.start(per_second)
-        some = scene.decode(lambda n: not worker.done() or n < _FEWEST_STEPS)
-        rebuilt += worker.result["ok"]
-        spent += worker.result["seconds"]
-        count = len(some["steps"])
-        rest = scene.decode(lambda n, count=count: n < count)
-        for key in storm:
-            storm[key] += some[key]
-            idle[key] += rest[key]
+        for first in windows:
+            worker.start(per_second, first, size)
+            some = scene.decode(lambda n: not worker.done() or n < _FEWEST_STEPS)
+            rebuilt += worker.result["ok"]
+            spent += worker.result["seconds"]
+            count = len(some["steps"])
+            rest = scene.decode(lambda n, count=count: n < count)
+            for key in storm:
+                storm[key] += some[key]
+                idle[key] += rest[key]
         report(0.25 + 0.2 * (number / scene.settings.storms), "storms" + suffix)
     p99 = [float(np.percentile(x["steps"], 99)) for x in (storm, idle)]
     median = [statistics.median(x["steps"]) for x in (storm, idle)]

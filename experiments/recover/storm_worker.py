@@ -1,8 +1,8 @@
 """The process that rebuilds blocks beside one that decodes: least priority, no GIL.
 
 Reads one line of JSON (urls, keys, settings) from standard input, answers "ready", and
-then rebuilds all keys for each further line, which says how many a second (0: all at
-once), and answers with counts as JSON.
+then for each further line, [blocks a second (0: all at once), first key, how many],
+rebuilds those and answers with counts as JSON.
 """
 
 import json
@@ -60,12 +60,13 @@ def main() -> None:
     ):
         print("ready", flush=True)
         for line in sys.stdin:
+            per_second, first, count = json.loads(line)
             done = rebuild_all(
                 store,
                 copy,
-                keys,
+                keys[first : first + count],
                 request["fetchers"],
-                per_second=float(line),
+                per_second=per_second,
             )
             print(json.dumps(done), flush=True)
 
