@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 from absl import logging
 
 from experiments import runner
+from experiments.memory_plan import memory_plan
 from experiments.recover.config import TASKS, Config
 from experiments.recover.control import run_control
 from experiments.recover.crash import run_kills
@@ -34,6 +35,7 @@ from experiments.recover.resident import run_resident
 from experiments.recover.storm import run_storm
 from experiments.recover.subject import subject
 from experiments.recover.throughput import run_throughput
+from hybrid_attn.cache.planning import DoesNotFit
 
 # Expected seconds on two cores, for the bar alone.
 _FLIP, _EVENT = 0.025, 0.004
@@ -163,6 +165,20 @@ def summarise(config: Config, results: dict[str, dict]) -> dict:
     return keys | spent | {"total_seconds": sum(spent.values())}
 
 
+def _write_memory_plan(config: Config, workdir: runner.Workdir) -> None:
+    largest = max(
+        (config.storm.rows, config.storm.context + config.storm.room),
+        (1, config.throughput.tokens),
+        (1, config.crash.log_context),
+        key=lambda cache: cache[0] * cache[1],
+    )
+    try:
+        plan = memory_plan(subject(config.model, config.seed).model, *largest)
+    except DoesNotFit as error:
+        raise runner.ConfigError(str(error)) from error
+    workdir.write_plan(plan)
+
+
 def main(config: Config, workdir: runner.Workdir) -> None:
     """Measures what the directory lacks, then writes summary, report and figures."""
     logging.set_verbosity(logging.WARNING)  # Orbax tells of every file
@@ -171,6 +187,7 @@ def main(config: Config, workdir: runner.Workdir) -> None:
     plan = list(stages(config, workdir))
     if not plan:
         raise runner.ConfigError("nothing is left to measure: flips.count is 0")
+    _write_memory_plan(config, workdir)
     with runner.Progress({name: expected for name, expected, _ in plan}) as progress:
         for name, _, measure in plan:
             if workdir.is_done(name):

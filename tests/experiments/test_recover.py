@@ -56,6 +56,8 @@ def run(path) -> dict:
 
 def test_program(tmp_path):
     keys = run(tmp_path)
+    plan = json.loads((tmp_path / "env.json").read_text())["plan"]
+    assert plan["slots"] >= 2 and plan["slot_bytes"] % plan["alignment"] == 0
     assert keys["flips_injected"] == keys["flips_detected"] == keys["rebuilt"] == 36
     places = ("header", "payload", "padding", "index", "seal", "marker", "usage")
     assert sum(keys.get(f"flips_in_{place}", 0) for place in places) == 36
