@@ -4,12 +4,16 @@ from typing import overload
 
 from pallas_kernels.abi import Layout, check_stored
 from pallas_kernels.array_typing import Entries, Mass, Queries, Visible
-from pallas_kernels.compressed_attention import xla
-from pallas_kernels.dispatch import Dispatch, Implementation
+from pallas_kernels.compressed_attention import mosaic_gpu, xla
+from pallas_kernels.dispatch import SM90, Dispatch, Implementation
 from pallas_kernels.softmax import Partial, check_mass_block
 
 DISPATCH = Dispatch(
-    "compressed_attention", Implementation("xla", xla.compressed_attention)
+    "compressed_attention",
+    Implementation(
+        "mosaic_gpu", mosaic_gpu.compressed_attention, SM90, mosaic_gpu.refuses
+    ),
+    Implementation("xla", xla.compressed_attention),
 )
 ENTRY_AXES = ("b", "e", "k", "h")
 

@@ -4,11 +4,15 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.abi import Layout, check_stored
 from pallas_kernels.array_typing import Keys, Positions, Queries
-from pallas_kernels.dispatch import Dispatch, Implementation
+from pallas_kernels.dispatch import SM90, Dispatch, Implementation
 from pallas_kernels.softmax import Partial
-from pallas_kernels.window_attention import xla
+from pallas_kernels.window_attention import mosaic_gpu, xla
 
-DISPATCH = Dispatch("window_attention", Implementation("xla", xla.window_attention))
+DISPATCH = Dispatch(
+    "window_attention",
+    Implementation("mosaic_gpu", mosaic_gpu.window_attention, SM90, mosaic_gpu.refuses),
+    Implementation("xla", xla.window_attention),
+)
 KEY_AXES = ("b", "s", "k", "h")
 
 
