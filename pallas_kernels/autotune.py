@@ -27,7 +27,8 @@ class Tuning[C](NamedTuple):
     """What was found.
 
     Attributes:
-      config: the fastest, or the default where no other is clearly faster.
+      config: the fastest, or the default where it is known and no other is clearly
+        faster.
       seconds: of one call with it.
       default_seconds: of one call with the default; None where that failed.
       timed: how many configurations ran.
@@ -38,7 +39,7 @@ class Tuning[C](NamedTuple):
     seconds: float
     default_seconds: float | None
     timed: int
-    failures: Mapping[C, str]
+    failures: Mapping[C | None, str]
 
     def entry(self, op: str, sizes: Mapping[str, int], dtype: Any) -> Entry:
         """The entry for a table of `tuned`."""
@@ -54,8 +55,8 @@ class Tuning[C](NamedTuple):
 
 def autotune[C](
     configurations: Sequence[C],
-    build: Callable[[C], Callable[[], Any]],
-    default: C,
+    build: Callable[[C | None], Callable[[], Any]],
+    default: C | None = None,
     *,
     tolerance: float = 2e-2,
     seconds: float = 0.05,
@@ -66,10 +67,12 @@ def autotune[C](
 
     Args:
       configurations: legal for the arguments, the default among them or not.
-      build: makes the call with a configuration, compiled and bound to its arguments.
+      build: makes the call with a configuration, compiled and bound to its arguments,
+        and with None that of the kernel's own default.
         Its result must not depend on the configuration but by rounding: normalised
         outputs and not `Partial` sums.
-      default: what is used without a table.
+      default: what is used without a table; None where only the kernel knows. It is
+        then timed and never chosen, for it is one of ``configurations`` anyway.
       tolerance: by how much the results of configurations may differ, of the largest
         number of the default's; one that differs by more is a failure.
       seconds: for one configuration in a round.
@@ -79,8 +82,8 @@ def autotune[C](
     Raises:
       NoConfiguration: every one failed.
     """
-    candidates = list(dict.fromkeys([default, *configurations]))
-    failures: dict[C, str] = {}
+    candidates: list[C | None] = list(dict.fromkeys([default, *configurations]))
+    failures: dict[C | None, str] = {}
     calls: dict[str, Callable[[], Any]] = {}
     first: dict[str, Times] = {}
     expected = None
@@ -100,27 +103,28 @@ def autotune[C](
         except Exception as error:
             failures[config] = f"{type(error).__name__}: {error}"
         progress(0.8 * (number + 1) / len(candidates))
-    if not first:
-        raise NoConfiguration(f"none of {len(candidates)}: {failures[candidates[0]]}")
-    fastest = min(times.least for times in first.values())
+    chosen_from = [name for name in first if candidates[int(name)] is not None]
+    if not chosen_from:
+        raise NoConfiguration(f"none of {len(candidates)}: {failures[candidates[-1]]}")
+    fastest = min(first[name].least for name in chosen_from)
     again = {
         name: call
         for name, call in calls.items()
         if first[name].least <= _NEAR * fastest or name == "0"
     }
     times = timer(again, seconds=2 * seconds)
-    best = min(times, key=lambda name: times[name].least)
-    default_seconds = times["0"].least if "0" in times else None
-    if default_seconds is not None and default_seconds < _GAIN * times[best].least:
-        best = "0"
-    progress(1.0)
-    return Tuning(
-        candidates[int(best)],
-        times[best].least,
-        default_seconds,
-        len(first),
-        failures,
+    best = min(
+        (name for name in times if name in chosen_from),
+        key=lambda name: times[name].least,
     )
+    default_seconds = times["0"].least if "0" in times else None
+    if default is not None and default_seconds is not None:
+        if default_seconds < _GAIN * times[best].least:
+            best = "0"
+    config = candidates[int(best)]
+    assert config is not None
+    progress(1.0)
+    return Tuning(config, times[best].least, default_seconds, len(first), failures)
 
 
 def _difference(a: Any, b: Any) -> float:

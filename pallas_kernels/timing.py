@@ -32,6 +32,7 @@ def interleaved(
     seconds: float,
     least: int = 2,
     most: int = 60,
+    compiled: bool = False,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Times]:
     """Times functions in turn, a sample of each in every round.
@@ -40,20 +41,25 @@ def interleaved(
       functions: by name; each returns arrays, which are waited for.
       seconds: for each function; a slow one may take more.
       least, most: samples of each; the fewer are taken where ``seconds`` are spent.
+      compiled: every function was called before.
       clock: seconds.
 
     The first call compiles and the second settles caches and the length of a sample;
-    neither is counted.
+    neither is counted, but for a second one that alone takes all ``seconds``.
     """
     calls: dict[str, int] = {}
     spent = dict.fromkeys(functions, 0.0)
     samples: dict[str, list[float]] = {name: [] for name in functions}
     for name, function in functions.items():
-        jax.block_until_ready(function())
+        if not compiled:
+            jax.block_until_ready(function())
         begin = clock()
         jax.block_until_ready(function())
         once = max(clock() - begin, 1e-9)
         calls[name] = max(1, round(_LEAST_SAMPLE / once))
+        if once >= seconds:
+            samples[name].append(once)
+            spent[name] = once
     for _ in range(most):
         ran = False
         for name, function in functions.items():

@@ -10,6 +10,8 @@ An entry with ``"measured": false`` names a shape that waits for a device, with 
 kernel's own default, and is never chosen. `autotune` makes the entries.
 """
 
+import contextlib
+import contextvars
 import dataclasses
 import functools
 import json
@@ -17,9 +19,9 @@ import math
 import os
 import re
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -91,6 +93,49 @@ class Table:
         return dataclasses.replace(self, entries=tuple(ordered), jax=jax)
 
 
+class Question(NamedTuple):
+    """What a kernel asked for while it was traced; see `choose`."""
+
+    op: str
+    sizes: Mapping[str, int]
+    dtype: str
+    legal: Sequence[Any]
+
+
+_asked: contextvars.ContextVar[list[Question] | None] = contextvars.ContextVar(
+    "asked", default=None
+)
+_assumed: contextvars.ContextVar[Mapping[str, Any] | None] = contextvars.ContextVar(
+    "assumed", default=None
+)
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[list[Question]]:
+    """What the kernels that are traced inside ask for."""
+    token = _asked.set([])
+    try:
+        asked = _asked.get()
+        assert asked is not None
+        yield asked
+    finally:
+        _asked.reset(token)
+
+
+@contextlib.contextmanager
+def assumed(configs: Mapping[str, Any]) -> Iterator[None]:
+    """Operations traced inside take these configurations, by name, and no table's.
+
+    None stands for the kernel's own default. jit's cache does not know of it: trace a
+    function that was not traced before.
+    """
+    token = _assumed.set({**(_assumed.get() or {}), **configs})
+    try:
+        yield
+    finally:
+        _assumed.reset(token)
+
+
 def choose[C](
     op: str,
     sizes: Mapping[str, int],
@@ -115,12 +160,21 @@ def choose[C](
 
     Raises:
       TableError: the device's table is damaged or belongs to another device.
+      ValueError: a configuration is `assumed` that is not legal.
     """
+    name = np.dtype(dtype).name
+    if (asked := _asked.get()) is not None:
+        asked.append(Question(op, dict(sizes), name, tuple(legal)))
+    if op in (configs := _assumed.get() or {}):
+        config = configs[op]
+        if config is not None and config not in legal:
+            raise ValueError(f"{op}: {config} is not legal for {dict(sizes)}")
+        return config
     kind = current_target().kind if device_kind is None else device_kind
     table = load(kind, directory)
     if table is None:
         return None
-    for entry in table.lookup(op, sizes, np.dtype(dtype).name):
+    for entry in table.lookup(op, sizes, name):
         for config in legal:
             # A config that is not legal for these sizes leaves it to the next nearest.
             if dataclasses.asdict(config) == dict(entry.config):  # pyright: ignore

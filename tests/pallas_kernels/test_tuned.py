@@ -78,6 +78,18 @@ def test_a_table_round_trips_and_replaces_by_key(tmp_path):
     assert choose(tmp_path, t=64) == Config(64)
 
 
+def test_what_is_asked_and_what_is_assumed(tmp_path):
+    write(tmp_path, entry(16, t=64))
+    with tuned.recorded() as asked, tuned.assumed({"op": Config(64), "b": None}):
+        assert choose(tmp_path, t=64) == Config(64)
+        assert choose(tmp_path, t=64, op="b") is None
+        with pytest.raises(ValueError, match="not legal"):
+            choose(tmp_path, LEGAL[:1], t=64)
+    assert choose(tmp_path, t=64) == Config(16)
+    assert asked[0] == tuned.Question("op", {"t": 64}, "float32", LEGAL)
+    assert [question.op for question in asked] == ["op", "b", "op"]
+
+
 def changed(**keys):
     def edit(data):
         return data | keys

@@ -1,0 +1,1 @@
+"""Times of the kernels' operations beside what a user would write instead."""

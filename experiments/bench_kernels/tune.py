@@ -1,0 +1,122 @@
+"""Tries every configuration of the kernels of a case, on the device."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from experiments.bench_kernels.case import Case, Contender
+from experiments.bench_kernels.measure import make_arrays
+from pallas_kernels import tuned
+from pallas_kernels.autotune import Timer, Tuning, autotune
+from pallas_kernels.dispatch import Unsupported
+from pallas_kernels.timing import interleaved
+
+
+def kernel_of(case: Case) -> Contender | None:
+    """The contender that is our kernel, where this device can have one."""
+    return next(
+        (
+            each
+            for each in case.contenders
+            if each.ours and each.platform in (None, jax.default_backend())
+        ),
+        None,
+    )
+
+
+def questions(contender: Contender, case: Case) -> list[tuned.Question]:
+    """What the contender's kernels ask their tables for; one for each operation."""
+    arrays = {name: given.abstract for name, given in case.arrays.items()}
+    with tuned.recorded() as asked:
+        try:
+            # A function of its own, because JAX keeps what it traced.
+            jax.eval_shape(lambda arrays: contender.function(arrays), arrays)
+        except Unsupported:
+            return []
+    return list({question.op: question for question in asked}.values())
+
+
+def tune_case(
+    case: Case,
+    seed: int,
+    *,
+    progress: Callable[[float], None] = lambda fraction: None,
+    timer: Timer = interleaved,
+) -> dict[str, tuple[tuned.Question, Tuning[Any]]]:
+    """The fastest configuration of each operation that the case's kernel asks for.
+
+    Args:
+      case: whose first implementation of ours is tuned; nothing is done where it asks
+        for nothing.
+      seed: of the arrays.
+      progress: told which share is done.
+      timer: as `timing.interleaved`.
+
+    Raises:
+      NoConfiguration: every configuration failed.
+    """
+    kernel = kernel_of(case)
+    if kernel is None:
+        return {}
+    asked = questions(kernel, case)
+    found: dict[str, tuple[tuned.Question, Tuning[Any]]] = {}
+    arrays = make_arrays(case, seed) if asked else {}
+    for number, question in enumerate(asked):
+        before = {op: tuning.config for op, (_, tuning) in found.items()}
+
+        def build(config: Any, op: str = question.op, before=before):
+            function = jax.jit(lambda arrays: kernel.function(arrays))
+
+            def call():
+                # Traced at the first call, which is inside.
+                with tuned.assumed({**before, op: config}):
+                    return function(arrays)
+
+            return call
+
+        tuning = autotune(
+            question.legal,
+            build,
+            timer=timer,
+            progress=lambda fraction, n=number: progress((n + fraction) / len(asked)),
+        )
+        found[question.op] = question, tuning
+    return found
+
+
+def configs(case: Case, directory: Path) -> dict[str, Any]:
+    """What the tables of a directory say of the case's kernel, by operation.
+
+    Empty where kernels read that directory themselves.
+    """
+    kernel = kernel_of(case)
+    if kernel is None or directory == tuned.DIRECTORY:
+        return {}
+    return {
+        question.op: tuned.choose(
+            question.op,
+            question.sizes,
+            question.dtype,
+            question.legal,
+            directory=directory,
+        )
+        for question in questions(kernel, case)
+    }
+
+
+def table_with(
+    found: Mapping[str, tuple[tuned.Question, Tuning[Any]]],
+    device_kind: str,
+    directory: Path,
+) -> tuned.Table:
+    """The device's table with what was found, not yet written."""
+    table = tuned.load(device_kind, directory)
+    if table is None:
+        table = tuned.Table(device_kind=device_kind, jax=None, entries=())
+    entries = [
+        tuning.entry(question.op, question.sizes, question.dtype)
+        for question, tuning in found.values()
+    ]
+    return table.updated(entries, jax=jax.__version__)
