@@ -3,18 +3,19 @@
 import collections
 import dataclasses
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-    """Something that went wrong or was put right.
+    """Something that went wrong, was put right, or changed what the store has.
 
     Attributes:
       kind: "failed", "collision", "quarantined", "index_rebuilt", "index_not_written",
-        "rebuilt", "rebuild_failed", "marker_rewritten".
-      key: the object, or for "quarantined", "collision" and "rebuild_failed" the index
-        key, that it is about.
+        "rebuilt", "rebuild_failed", "marker_rewritten"; listeners alone are also told
+        of "published", "evicted" and "forgotten".
+      key: the object, or for "quarantined", "collision", "rebuilt", "rebuild_failed"
+        and what listeners alone are told of the index key, that it is about.
       detail: the reason, in words.
     """
 
@@ -78,6 +79,15 @@ class Recorder:
         event = Event(kind, key, detail)
         with self._lock:
             self.events.append(event)
+        self._call(event)
+
+    def tell(self, kind: str, keys: Iterable[str]) -> None:
+        """Tells listeners of what is no trouble and so not kept among the events."""
+        for key in keys:
+            self._call(Event(kind, key, ""))
+
+    def _call(self, event: Event) -> None:
+        with self._lock:
             listeners = list(self._listeners)
         for listener in listeners:
             listener(event)

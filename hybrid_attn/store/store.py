@@ -22,7 +22,7 @@ from hybrid_attn.store.eviction import (
     load_usage,
     save_usage,
 )
-from hybrid_attn.store.index import make_key
+from hybrid_attn.store.index import make_key, split_key
 from hybrid_attn.store.objects import ObjectIO
 from hybrid_attn.store.pins import Pins
 from hybrid_attn.store.publishing import SealedBlock, publish, seal
@@ -95,6 +95,7 @@ class Store:
         wanted: dict[str, Block] = {}
         for block in blocks:
             wanted.setdefault(self._key(block.group, block.layout, block.chain), block)
+        won: list[str] = []
         with self._catalog.objects_lock.hold(shared=True):
             if not replace:
                 kept = {k for k, block in wanted.items() if self._keeps(k, block)}
@@ -103,18 +104,19 @@ class Store:
             if wanted:
                 sizes = [as_bytes(block.payload).nbytes for block in wanted.values()]
                 values = list(wanted.values())
-                self._publish(
+                won = self._publish(
                     (
                         [seal(self._catalog, b, self.model_id) for b in values[some]]
                         for some in in_batches(sizes, _BATCH_BYTES)
                     ),
                     replace,
                 )
+        self._recorder.tell("published", won)
 
     def publish_sealed(
         self, blocks: Sequence[SealedBlock], *, replace: bool = False
     ) -> None:
-        """`publish` of blocks that `seal` made; raises the same."""
+        """`publish` of blocks that `seal` made; raises the same, tells no listener."""
         self._check_open()
         with self._catalog.objects_lock.hold(shared=True):
             self._publish([list(blocks)], replace)
@@ -211,6 +213,7 @@ class Store:
         )
         for key in gone:
             self._used.pop(key, None)
+        self._recorder.tell("evicted", gone)
         self._recorder.count("evicted", report.evicted)
         self._recorder.count("evicted_bytes", report.evicted_bytes)
         save_usage(self._catalog, self._used)
@@ -229,7 +232,11 @@ class Store:
           StoreError: the storage failed half way; call it again.
         """
         self._check_open()
+        before = list(self._catalog.entries)
         count, digests = forget(self._catalog, chains)
+        self._recorder.tell(
+            "forgotten", (key for key in before if split_key(key)[3] in digests)
+        )
         self._used = {
             k: v for k, v in self._used.items() if k.split("/")[3] not in digests
         }
@@ -362,7 +369,9 @@ class Store:
         self._recorder.event("collision", key, detail)
         return False
 
-    def _publish(self, batches: Iterable[list[SealedBlock]], replace: bool) -> None:
+    def _publish(
+        self, batches: Iterable[list[SealedBlock]], replace: bool
+    ) -> list[str]:
         total = 0
 
         def counted() -> Iterator[list[SealedBlock]]:
@@ -378,3 +387,4 @@ class Store:
         self._recorder.count("kept", total - len(won))
         now = time.time()
         self._used.update((key, now) for key in won)
+        return list(won)
