@@ -42,6 +42,8 @@ __all__ = [
     "write_atomic",
 ]
 
+# What ml_collections lets escape for an override of a key that it lacks.
+_ESCAPES = (KeyError, AttributeError, TypeError)
 _OVERRIDE = re.compile(r"--?(?:no)?config\.([^=\s]+)")
 
 
@@ -55,9 +57,16 @@ def define_flags(default_config: str | None = None) -> None:
     Args:
       default_config: path of the config file that stands in for a missing --config.
     """
-    config_flags.DEFINE_config_file(
-        "config", default_config, "the config file", lock_config=True
-    )
+    try:
+        config_flags.DEFINE_config_file(
+            "config", default_config, "the config file", lock_config=True
+        )
+    except _ESCAPES:
+        # Overrides are applied to the default at once, before flags are parsed.
+        message = _explain_overrides(sys.argv, default_config)
+        if message is None:
+            raise
+        _fail(message)
     flags.DEFINE_string("workdir", None, "directory of the run; made if missing")
     flags.DEFINE_bool("overwrite", False, "replace another run in --workdir")
 
@@ -231,17 +240,18 @@ def _unknown(path: str, key: str, known: Iterable[str]) -> str:
 def _parse_flags(argv: list[str]) -> list[str]:
     try:
         return app.parse_flags_with_usage(argv)
-    except (KeyError, AttributeError, TypeError):
-        # ml_collections lets these escape for an override of a key that it lacks.
-        message = _explain_overrides(argv)
+    except _ESCAPES:
+        message = _explain_overrides(argv, flags.FLAGS["config"].default)
         if message is None:
             raise
         _fail(message)
 
 
-def _explain_overrides(argv: Sequence[str]) -> str | None:
-    """What is wrong with the first --config.a.b that names no key of the config."""
-    path = flags.FLAGS["config"].default
+def _explain_overrides(argv: Sequence[str], path: str | None) -> str | None:
+    """What is wrong with the first --config.a.b that names no key of the config.
+
+    ``path`` is the file that stands in for a missing --config.
+    """
     for index, argument in enumerate(argv):
         match = re.fullmatch(r"--?config(?:=(.*))?", argument)
         if match:

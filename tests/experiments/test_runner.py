@@ -325,6 +325,23 @@ CONFIG = """
 """
 
 
+def test_unknown_key_of_a_default_config(tmp_path):
+    program = textwrap.dedent(PROGRAM).replace("flags()", 'flags("cfg.py")')
+    (tmp_path / "toy.py").write_text(program)
+    (tmp_path / "cfg.py").write_text(textwrap.dedent(CONFIG))
+    done = subprocess.run(
+        [sys.executable, "toy.py", "--workdir=run", "--config.trian.steps=4"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2 and not (tmp_path / "run").exists()
+    expected = "error: unknown key config.trian; did you mean config.train?\n"
+    assert done.stderr == expected
+
+
 def test_program_from_the_command_line(tmp_path):
     (tmp_path / "toy.py").write_text(textwrap.dedent(PROGRAM))
     (tmp_path / "cfg.py").write_text(textwrap.dedent(CONFIG))
