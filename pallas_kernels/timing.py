@@ -18,12 +18,12 @@ class Times(NamedTuple):
     Attributes:
       least: of all samples; what the device can do when nothing disturbs it.
       median: of all samples.
-      samples: how many.
+      samples: all of them, in the order of rounds.
     """
 
     least: float
     median: float
-    samples: int
+    samples: tuple[float, ...]
 
 
 def interleaved(
@@ -35,7 +35,7 @@ def interleaved(
     compiled: bool = False,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Times]:
-    """Times functions in turn, a sample of each in every round.
+    """Times functions in turn, a sample of each in every round, forth and back.
 
     Args:
       functions: by name; each returns arrays, which are waited for.
@@ -60,9 +60,11 @@ def interleaved(
         if once >= seconds:
             samples[name].append(once)
             spent[name] = once
-    for _ in range(most):
+    for number in range(most):
         ran = False
-        for name, function in functions.items():
+        # Whatever a function leaves in the caches, both neighbours find it.
+        for name in list(functions)[:: -1 if number % 2 else 1]:
+            function = functions[name]
             if spent[name] >= seconds and len(samples[name]) >= least:
                 continue
             begin = clock()
@@ -76,6 +78,6 @@ def interleaved(
         if not ran:
             break
     return {
-        name: Times(min(taken), statistics.median(taken), len(taken))
+        name: Times(min(taken), statistics.median(taken), tuple(taken))
         for name, taken in samples.items()
     }

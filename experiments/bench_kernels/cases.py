@@ -25,7 +25,7 @@ def _cpu() -> Iterator[Case]:
     yield entries.mass_compressed("mass", one, 1, 1 << 16, 64)
     yield entries.mass_compressed("mass_prefill", one, 256, 8192, 64)
     yield entries.decode_sparse("decode_256k_m4_k512", one, 1 << 18, 4, 512)
-    yield entries.prefill_sparse("prefill_256_of_16k_k512", one, 256, 1 << 14, 512)
+    yield entries.prefill_sparse("prefill_k512", one, 256, 1 << 14, 512)
     yield entries.mass_sparse("mass", one, 1, 1 << 16, 512, 64)
     yield entries.mass_sparse("mass_prefill", one, 256, 1 << 14, 512, 64)
     for heads, dim in ((4, 32), (64, 128)):
@@ -62,7 +62,7 @@ def _gpu() -> Iterator[Case]:
     yield entries.decode_compressed("decode_64k_32x128", plain, 1 << 16)
     yield entries.mass_compressed("mass", flash, 1, 1 << 16, 64)
     yield entries.decode_sparse("decode_256k_m4_k512", flash, 1 << 18, 4, 512)
-    yield entries.prefill_sparse("prefill_1k_of_16k_k512", flash, 1024, 1 << 14, 512)
+    yield entries.prefill_sparse("prefill_k512", flash, 1024, 1 << 14, 512)
     yield entries.mass_sparse("mass", flash, 1, 1 << 16, 512, 64)
     for t in (1, 128):
         yield indexer.choose(

@@ -76,5 +76,5 @@ def mass_case(
         ],
         ratios={"ratio": ("{} with mass", "{}")},
         tolerance=None,
-        seconds=1.5,
+        seconds=2.0,
     )

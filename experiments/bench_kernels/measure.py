@@ -1,5 +1,6 @@
 """Measures a case: its contenders in turn, checked against each other."""
 
+import statistics
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 from experiments.bench_kernels.case import Case
 from pallas_kernels import tuned
 from pallas_kernels.dispatch import Unsupported
-from pallas_kernels.timing import interleaved
+from pallas_kernels.timing import Times, interleaved
 
 # A baseline may be missing on this machine (its package, a shape it does not take);
 # an implementation of ours either serves a call or says why not.
@@ -63,7 +64,7 @@ def measure(
 
     Returns:
       "shape"; "contenders", by name: seconds (least), median, samples, bytes, flops,
-      reads, ours; "refused", reasons by name; "ratios", of least times;
+      reads, ours; "refused", reasons by name; "ratios", see `ratios`;
       "difference", the largest from the last contender, or None.
 
     Raises:
@@ -106,7 +107,7 @@ def measure(
             each.name: {
                 "seconds": times[each.name].least,
                 "median": times[each.name].median,
-                "samples": times[each.name].samples,
+                "samples": len(times[each.name].samples),
                 "bytes": each.bytes,
                 "flops": each.flops,
                 "reads": each.reads,
@@ -115,7 +116,7 @@ def measure(
             for each in served
         },
         "refused": refused,
-        "ratios": ratios(case, {name: t.least for name, t in times.items()}),
+        "ratios": ratios(case, times),
         "difference": difference,
     }
 
@@ -126,19 +127,28 @@ def make_arrays(case: Case, seed: int) -> dict[str, jax.Array]:
     return {name: given.make(generator) for name, given in case.arrays.items()}
 
 
-def ratios(case: Case, seconds: Mapping[str, float]) -> dict[str, float]:
-    """The case's ratios of times; those that lack a contender are left out."""
-    own = [each.name for each in case.contenders if each.ours and each.name in seconds]
-    fastest = min(own, key=seconds.__getitem__)
-    found = {}
+def ratios(case: Case, times: Mapping[str, Times]) -> dict[str, float]:
+    """The case's ratios of times; those that lack a contender are left out.
+
+    Of least times; where one implementation is compared with itself ("{}"), the median
+    of the ratios of each round, whose two samples a disturbance hits alike.
+    """
+    own = [each.name for each in case.contenders if each.ours and each.name in times]
+    fastest = min(own, key=lambda name: times[name].least)
+    found: dict[str, float] = {}
     for key, (dividend, divisor) in case.ratios.items():
-        for name in own if "{}" in dividend else [fastest]:
+        if "{}" not in dividend:
             above, below = (
-                fastest if part == "ours" else part.format(name)
-                for part in (dividend, divisor)
+                fastest if name == "ours" else name for name in (dividend, divisor)
             )
-            if above in seconds and below in seconds and key not in found:
-                found[key] = seconds[above] / seconds[below]
+            if above in times and below in times:
+                found[key] = times[above].least / times[below].least
+            continue
+        for name in own:
+            above, below = dividend.format(name), divisor.format(name)
+            if above in times and below in times and key not in found:
+                pairs = zip(times[above].samples, times[below].samples, strict=False)
+                found[key] = statistics.median(a / b for a, b in pairs)
     return found
 
 

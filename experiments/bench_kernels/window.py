@@ -207,6 +207,6 @@ def decay(
         ],
         ratios={"ratio": ("{} with decay", "{}")},
         tolerance=None,
-        seconds=1.5,
+        seconds=3.0,
         expected=expected,
     )

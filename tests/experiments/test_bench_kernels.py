@@ -105,13 +105,20 @@ def test_a_missing_baseline_is_named():
 
 def test_ratios_by_name_and_by_implementation():
     case = next(c for c in cases("cpu") if c.stage == "window_attention.decay")
-    seconds = {"xla with decay": 3.0, "xla": 2.0, "mosaic_gpu": 1.0}
-    assert ratios(case, seconds) == {"ratio": 1.5}
-    seconds["mosaic_gpu with decay"] = 1.25
-    assert ratios(case, seconds) == {"ratio": 1.25}
+    times = {
+        "xla with decay": Times(3.0, 4.0, (3.0, 6.0, 4.5)),
+        "xla": Times(2.0, 3.0, (2.0, 3.0, 3.0)),
+        "mosaic_gpu": Times(1.0, 1.0, (1.0,)),
+    }
+    assert ratios(case, times) == {"ratio": 1.5}
+    times["mosaic_gpu with decay"] = Times(1.25, 1.25, (1.25,))
+    assert ratios(case, times) == {"ratio": 1.25}
     case = next(c for c in cases("cpu") if c.stage == "indexer_topk.256k_4x32")
-    seconds = {"xla": 2.0, "scores + top_k, [entries, dim]": 5.0}
-    assert ratios(case, seconds) == {"ratio": 2.5}
+    times = {
+        "xla": Times(2.0, 2.0, (2.0,)),
+        "top_k of [entries, dim]": Times(5.0, 9.0, (9.0, 5.0)),
+    }
+    assert ratios(case, times) == {"ratio": 2.5}
 
 
 def test_summary_and_bars():
@@ -172,7 +179,9 @@ def test_a_kernel_that_asks_is_tuned(tmp_path):
     def timer(calls, *, seconds_=seconds, seconds=0.0):
         for call in calls.values():
             call()
-        return {name: Times(t, t, 1) for name, t in zip(calls, seconds_, strict=False)}
+        return {
+            name: Times(t, t, (t,)) for name, t in zip(calls, seconds_, strict=False)
+        }
 
     found = tune.tune_case(case, 0, timer=timer)
     question, tuning = found["op"]
