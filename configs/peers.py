@@ -3,7 +3,8 @@
     python -m experiments.peers --workdir=runs/peers
 
 About six minutes on two idle CPU cores, besides making the PyTorch environment at
-first use. Writes peers.prefill_ratio_8k, peers.decode_ratio_8k and the figures that
+first use. Writes peers.prefill_ratio_8k, peers.decode_ratio_8k,
+peers.decode_growth_4k_256k (ours alone) and the figures that
 they are made of to summary.json.
 """
 

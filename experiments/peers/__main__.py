@@ -18,7 +18,7 @@ import jax
 from absl import flags
 
 from experiments import runner
-from experiments.peers import environment, ours, peer, report
+from experiments.peers import environment, growth, ours, peer, report
 from experiments.peers.config import Config
 from experiments.peers.contention import Contention
 from experiments.peers.sizes import torch_model_fields
@@ -34,6 +34,7 @@ _TORCH_ENV = flags.DEFINE_string(
 _STAGES = {"environment": 5.0, "transformers": 110.0, "hybrid_attn": 45.0}
 _CONTROL = "transformers_one_stream"
 _FULL = "hybrid_attn_full_block"
+_GROWTH = "growth"
 
 
 def _environment(say: Callable[[str], None]) -> Path:
@@ -77,6 +78,8 @@ def main(config: Config, workdir: runner.Workdir) -> None:
     stages = {**_STAGES, _FULL: 60.0}
     if config.hyper_connection_control:
         stages[_CONTROL] = 25.0
+    if config.growth.contexts:
+        stages[_GROWTH] = 45.0
     try:
         with runner.Progress(stages) as progress:
             results = _measure_all(config, workdir, progress, stages)
@@ -118,10 +121,14 @@ def _measure_all(
         lambda line: progress.say(f"hybrid_attn, full block: {line}"),
         exported,
     )
+    if config.growth.contexts:
+        sides[_GROWTH] = lambda _: growth.measure(
+            config.model(),
+            config.growth,
+            lambda line: progress.say(f"growth: {line}"),
+        )
     python = None
-    if all(
-        workdir.is_done(name) for name in sides if not name.startswith("hybrid_attn")
-    ):
+    if all(workdir.is_done(name) for name in sides if name.startswith("transformers")):
         progress.skip("environment")
     else:
         progress.start("environment")
@@ -134,7 +141,7 @@ def _measure_all(
         progress.start(name)
         workdir.rewind_metrics(name, 0)
         answer = _measured(lambda measure=measure: measure(python))
-        for case in answer["cases"]:
+        for case in answer.get("cases", ()):
             workdir.metrics(
                 name,
                 case["context"],
@@ -161,6 +168,8 @@ def _write(config: Config, workdir: runner.Workdir, results: dict[str, dict]) ->
         report.TABLE,
         report.table_rows(config, summary),
     )
+    for line in report.growth_lines(config, summary):
+        print(line)
     for doubt in report.doubts(results):
         print(f"caution: {doubt}")
     print(f"{workdir.file('report.md')}")

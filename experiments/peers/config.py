@@ -4,6 +4,7 @@ import dataclasses
 
 import hybrid_attn as ha
 from experiments.peers import sizes
+from experiments.peers.growth import Growth
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +32,8 @@ class Config:
 
     `chunk` is the piece length of the peer's additional, chunked prefill at the
     longest context; `hyper_connection_control` repeats the peer with one residual
-    stream, for our model has no hyper-connections.
+    stream, for our model has no hyper-connections; `growth` is how our decoding slows
+    down up to longer contexts (`--config.growth.contexts='()'` leaves it out).
     """
 
     preset: str = "peers_v4"
@@ -44,6 +46,7 @@ class Config:
     )
     hybrid_attn: Repeats = dataclasses.field(default_factory=Repeats)
     hyper_connection_control: bool = True
+    growth: Growth = dataclasses.field(default_factory=Growth)
 
     def __post_init__(self):
         if not self.contexts or list(self.contexts) != sorted(set(self.contexts)):

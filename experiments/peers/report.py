@@ -44,8 +44,8 @@ def summarise(config: Config, results: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         config: what was asked.
         results: answers of `transformers`, `hybrid_attn`, `hybrid_attn_full_block`
-            (the peer's own weights) and, where it was asked for,
-            `transformers_one_stream`.
+            (the peer's own weights) and, where they were asked for,
+            `transformers_one_stream` and `growth`.
     """
     summary: dict[str, Any] = {}
     theirs = _cases(results["transformers"])
@@ -107,13 +107,54 @@ def summarise(config: Config, results: Mapping[str, Any]) -> dict[str, Any]:
         for name, case in _cases(results["transformers_one_stream"]).items():
             for key in ("prefill_tokens_per_s", "decode_ms_per_token"):
                 summary[f"transformers_one_stream_{key}_{name}"] = case[key]
+    if "growth" in results:
+        summary |= growth_keys(config, results["growth"])
     for side, answer in results.items():
-        for key, value in answer["parameters"].items():
+        for key, value in answer.get("parameters", {}).items():
             summary[f"{side}_{key}"] = value
         summary[f"{side}_other_load"] = answer.get("other_load")
-        summary[f"{side}_versions"] = _versions(answer)
+        if "versions" in answer:
+            summary[f"{side}_versions"] = _versions(answer)
     summary["machine_was_idle"] = not doubts(results)
     return {f"peers.{key}": value for key, value in summary.items()}
+
+
+def growth_keys(config: Config, found: Mapping[str, float]) -> dict[str, float]:
+    """Keys such as ``decode_growth_4k_256k`` from what `growth.measure` returned."""
+    names = {context: label(context) for context in config.growth.contexts}
+    ends = f"{names[config.growth.contexts[0]]}_{names[config.growth.contexts[-1]]}"
+    keys = {
+        f"decode_growth_{ends}": found["decode_growth"],
+        f"decode_growth_{ends}_stepwise": found["step_growth"],
+        "decode_growth_prefilled_over_filled": found["prefilled"],
+    }
+    for context, name in names.items():
+        keys[f"growth_decode_ms_per_token_{name}"] = found[f"decode_ms_{context}"]
+        keys[f"growth_step_ms_per_token_{name}"] = found[f"step_ms_{context}"]
+    return keys
+
+
+def growth_lines(config: Config, summary: Mapping[str, Any]) -> list[str]:
+    """How decoding slows down with the context, as Markdown; none if not measured."""
+    if not config.growth.contexts:
+        return []
+    names = [label(context) for context in config.growth.contexts]
+    ends = f"{names[0]}_{names[-1]}"
+
+    def of(key: str) -> float:
+        return summary[f"peers.{key}"]
+
+    def times(key: str) -> str:
+        texts = [f"{of(f'growth_{key}_ms_per_token_{name}'):.3g}" for name in names]
+        return f"{', '.join(texts)} ms/token at {', '.join(names)}"
+
+    return [
+        f"- Ours at longer contexts: {times('decode')} through `ha.generate`, × "
+        f"{of(f'decode_growth_{ends}'):.3g}; {times('step')} token by token, × "
+        f"{of(f'decode_growth_{ends}_stepwise'):.3g}. These caches were not prefilled "
+        "but filled with random numbers under the right counts; a prefilled one of "
+        f"{names[0]} takes {of('decode_growth_prefilled_over_filled'):.3g} × as long."
+    ]
 
 
 def _versions(answer: Mapping[str, Any]) -> str:
@@ -292,6 +333,8 @@ def markdown(
         f" at {longest}, our ratio to that"
         f" {of(f'decode_ratio_{longest}_one_thread'):.3g}.",
     ]
+    if "growth" in results:
+        lines += growth_lines(config, summary)
     if "transformers_one_stream" in results:
         name = label(config.contexts[0])
         control = "transformers_one_stream"

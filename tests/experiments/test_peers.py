@@ -5,10 +5,12 @@ import stat
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from flax import nnx
 
 import hybrid_attn as ha
-from experiments.peers import contention, environment, peer, report, sizes
+from experiments.peers import contention, environment, growth, peer, report, sizes
 from experiments.peers.config import Config, Repeats, label
 
 
@@ -258,8 +260,45 @@ def test_ratios_say_how_many_times_faster_ours_is(results):
     assert summary["peers.hybrid_attn_decode_ms_per_token_1k"] == 3.0
 
 
-def test_report_names_its_doubts(results):
+def test_growth_in_summary_and_report(results):
+    found = {"prefilled": 1.1, "decode_growth": 3.0, "step_growth": 2.0}
+    for name in ("decode", "step"):
+        found |= {f"{name}_ms_4096": 1.5, f"{name}_ms_262144": 4.5}
+    results["growth"] = found | {"other_load": 0.0}
     config = Config()
+    summary = report.summarise(config, results)
+    assert summary["peers.decode_growth_4k_256k"] == 3.0
+    assert summary["peers.decode_growth_4k_256k_stepwise"] == 2.0
+    assert summary["peers.growth_decode_ms_per_token_256k"] == 4.5
+    environment_ = {"cpu_count": 2, "platform": "Linux"}
+    text = report.markdown(config, results, summary, environment_, "command")
+    assert "1.5, 4.5 ms/token at 4k, 256k through `ha.generate`, × 3;" in text
+    with pytest.raises(ValueError, match="two and more"):
+        growth.Growth(contexts=(4096,))
+    assert report.growth_lines(Config(growth=growth.Growth(contexts=())), {}) == []
+
+
+def test_a_filled_cache_decodes():
+    """Random numbers under the right counts: what a step reads of them is valid."""
+    config = ha.presets.get("tiny_csa").replace(pattern="csa")
+    cache = growth.filled_cache(config, 64, 8)
+    assert cache.length.tolist() == [64] and cache.spec.capacity >= 72
+    model = ha.Model(config, rngs=nnx.Rngs(0))
+    logits, cache = ha.step(model, cache, np.zeros((1, 1), np.int32))
+    assert np.isfinite(logits).all() and not cache.faults.any()
+    assert cache.length.tolist() == [65]
+
+
+@pytest.mark.slow
+def test_growth_is_measured():
+    config = ha.presets.get("tiny_csa").replace(pattern="csa")
+    found = growth.measure(config, growth.Growth((64, 256), 2, 1), lambda line: None)
+    assert all(value > 0 for value in found.values())
+    assert {"decode_ms_64", "step_ms_256", "decode_growth", "prefilled"} <= set(found)
+
+
+def test_report_names_its_doubts(results):
+    config = Config(growth=growth.Growth(contexts=()))
     environment_ = {"cpu_count": 2, "platform": "Linux"}
     summary = report.summarise(config, results)
     quiet = report.markdown(config, results, summary, environment_, "command")
