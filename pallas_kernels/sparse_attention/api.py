@@ -2,15 +2,28 @@
 
 from typing import overload
 
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Int, UInt8
 
-from pallas_kernels.abi import Layout, check_stored
+from pallas_kernels.abi import Layout, LayoutError, check_stored
 from pallas_kernels.array_typing import Entries, Mass, Queries
-from pallas_kernels.dispatch import Dispatch, Implementation
+from pallas_kernels.dispatch import SM90, Dispatch, Implementation
+from pallas_kernels.kv_quant.api import record_format
 from pallas_kernels.softmax import Partial, check_mass_block
-from pallas_kernels.sparse_attention import xla
+from pallas_kernels.sparse_attention import mosaic_gpu, packed, xla
 
-DISPATCH = Dispatch("sparse_attention", Implementation("xla", xla.sparse_attention))
+DISPATCH = Dispatch(
+    "sparse_attention",
+    Implementation("mosaic_gpu", mosaic_gpu.sparse_attention, SM90, mosaic_gpu.refuses),
+    Implementation("xla", xla.sparse_attention),
+)
+PACKED_DISPATCH = Dispatch(
+    "sparse_attention_packed",
+    Implementation("mosaic_gpu", packed.sparse_attention, SM90, packed.refuses),
+    Implementation("xla", xla.sparse_attention_packed),
+)
+# No kernel: it is for training alone, where XLA's products of whole matrices are what a
+# kernel would do, and the weights of all entries that it returns are as large as what a
+# kernel would not store.
 MASKED_DISPATCH = Dispatch(
     "masked_attention", Implementation("xla", xla.masked_attention)
 )
@@ -91,6 +104,82 @@ def sparse_attention(
     )
 
 
+@overload
+def sparse_attention_packed(
+    query: Queries,
+    records: UInt8[Array, "b e r"],
+    layout: Layout,
+    chosen: Int[Array, "b t c"],
+    *,
+    scale: float,
+    mass_block: None = None,
+    implementation: str | None = None,
+) -> Partial: ...
+
+
+@overload
+def sparse_attention_packed(
+    query: Queries,
+    records: UInt8[Array, "b e r"],
+    layout: Layout,
+    chosen: Int[Array, "b t c"],
+    *,
+    scale: float,
+    mass_block: int,
+    implementation: str | None = None,
+) -> tuple[Partial, Mass]: ...
+
+
+def sparse_attention_packed(
+    query: Queries,
+    records: UInt8[Array, "b e r"],
+    layout: Layout,
+    chosen: Int[Array, "b t c"],
+    *,
+    scale: float,
+    mass_block: int | None = None,
+    implementation: str | None = None,
+) -> Partial | tuple[Partial, Mass]:
+    """`sparse_attention` over packed entries, which are unpacked as they are read.
+
+    An entry is both key and value, of one head. Only chosen records are unpacked.
+
+    Args:
+      query: float[b, t, n, h].
+      records: uint8[b, e, r] of h channels.
+      layout: what they were packed with, from `kv_quant.formats.record_layout`.
+      chosen, scale, mass_block: as `sparse_attention`.
+      implementation: a name of ``PACKED_DISPATCH.names``; None for the best supported.
+
+    Returns:
+      As `sparse_attention`.
+
+    Raises:
+      ValueError: ``mass_block`` is not positive.
+      LayoutError: the records do not lie as described, are no records or have another
+        number of channels.
+      Unsupported: the named implementation does not serve the call.
+    """
+    check_mass_block(mass_block)
+    layout.check(records, "sparse_attention_packed records")
+    format, channels, rotary = record_format(layout)
+    if channels != query.shape[3]:
+        raise LayoutError(
+            f"sparse_attention_packed records: of {channels} channels, expected "
+            f"{query.shape[3]}"
+        )
+    return PACKED_DISPATCH(
+        query,
+        records,
+        chosen,
+        format=format,
+        rotary=rotary,
+        scale=scale,
+        mass_block=mass_block,
+        implementation=implementation,
+    )
+
+
 def masked_attention(
     query: Queries,
     key: Entries,
@@ -100,7 +189,7 @@ def masked_attention(
     scale: float,
     implementation: str | None = None,
 ) -> tuple[Partial, Array]:
-    """The same over a mask, with the attention weight of each entry.
+    """`sparse_attention` over a mask, with the attention weight of each entry.
 
     Args:
       query, key, value, scale, implementation: as `sparse_attention`.

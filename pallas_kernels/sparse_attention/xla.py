@@ -1,9 +1,12 @@
 """Attention over chosen entries in XLA: by gather, or by mask over few entries."""
 
+from collections.abc import Callable
+
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Int, UInt8
 
 from pallas_kernels.array_typing import Entries, Mass, Queries, typed
+from pallas_kernels.kv_quant.xla import unpack
 from pallas_kernels.softmax import Partial, group_heads, nothing, partial_softmax
 
 
@@ -24,25 +27,80 @@ def sparse_attention(
       chosen: int32[b, t, c], entry indices, -1 = none.
       mass_block: also return the mass of each block of so many entries; see ``api``.
     """
+
+    def gather(index: Array) -> tuple[Array, Array]:
+        def rows(x: Array) -> Array:
+            return _take(x, index).astype(jnp.float32)
+
+        keys = rows(key)
+        return keys, keys if value is key else rows(value)
+
     q = group_heads(query, key.shape[2], scale)
+    return _attend(q, gather, key.shape[1], chosen, mass_block)
+
+
+@typed
+def sparse_attention_packed(
+    query: Queries,
+    records: UInt8[Array, "b e r"],
+    chosen: Int[Array, "b t c"],
+    *,
+    format: str,
+    rotary: int,
+    scale: float,
+    mass_block: int | None = None,
+) -> Partial | tuple[Partial, Mass]:
+    """The same over packed records, both key and value; only the chosen are unpacked.
+
+    Args:
+      query: [b, t, n, h]; records: uint8[b, e, r] of h channels.
+      format, rotary: of the records, see `kv_quant`.
+    """
+
+    def gather(index: Array) -> tuple[Array, Array]:
+        rows = _take(records, index)
+        rows = unpack(
+            rows.reshape(-1, records.shape[2]),
+            format=format,
+            channels=query.shape[3],
+            rotary=rotary,
+        ).reshape(*rows.shape[:2], 1, query.shape[3])
+        return rows, rows
+
+    q = group_heads(query, 1, scale)
+    return _attend(q, gather, records.shape[1], chosen, mass_block)
+
+
+def _take(x: Array, index: Array) -> Array:
+    index = index.reshape(*index.shape, *(1,) * (x.ndim - 2))
+    return jnp.take_along_axis(x, index, axis=1, mode="promise_in_bounds")
+
+
+def _attend(
+    q: Array,
+    gather: Callable[[Array], tuple[Array, Array]],
+    entries: int,
+    chosen: Array,
+    mass_block: int | None,
+) -> Partial | tuple[Partial, Array]:
+    """Softmax sums over the keys and values [b, t·c, k, h] of entries [b, t·c]."""
     valid = chosen >= 0
     b, t, c = chosen.shape
     mass = None
     if mass_block is not None:
-        mass = jnp.zeros((b, t, -(-key.shape[1] // mass_block)), jnp.float32)
-    if key.shape[1] * c == 0:
+        mass = jnp.zeros((b, t, -(-entries // mass_block)), jnp.float32)
+    if entries * c == 0:
         return nothing(q) if mass is None else (nothing(q), mass)
     index = jnp.maximum(chosen, 0).reshape(b, t * c)
 
-    def gather(x: Array) -> Array:
-        x = jnp.take_along_axis(
-            x, index[:, :, None, None], axis=1, mode="promise_in_bounds"
-        )
+    def place(x: Array) -> Array:
         x = x.reshape(b, t, c, *x.shape[2:])
-        return jnp.where(valid[..., None, None], x, 0).astype(jnp.float32)
+        return jnp.where(valid[..., None, None], x, 0)
 
-    keys = gather(key)
-    values = keys if value is key else gather(value)
+    keys, values = gather(index)
+    shared = values is keys
+    keys = place(keys)
+    values = keys if shared else place(values)
     logits = jnp.einsum("bktgh,btskh->bktgs", q, keys)
     weights, total, maximum = partial_softmax(logits, valid[:, None, :, None, :])
     weighted = jnp.einsum("bktgs,btskh->bktgh", weights, values)
