@@ -4,11 +4,23 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.abi import Layout, check_stored
 from pallas_kernels.array_typing import Visible
-from pallas_kernels.dispatch import Dispatch, Implementation
-from pallas_kernels.indexer_topk import xla
+from pallas_kernels.dispatch import SM90, Dispatch, Implementation
+from pallas_kernels.indexer_topk import mosaic_gpu, xla
 
-DISPATCH = Dispatch("indexer_topk", Implementation("xla", xla.indexer_topk))
-SCORES_DISPATCH = Dispatch("indexer_scores", Implementation("xla", xla.indexer_scores))
+DISPATCH = Dispatch(
+    "indexer_topk",
+    Implementation(
+        "mosaic_gpu", mosaic_gpu.indexer_topk, SM90, mosaic_gpu.refuses_topk
+    ),
+    Implementation("xla", xla.indexer_topk),
+)
+SCORES_DISPATCH = Dispatch(
+    "indexer_scores",
+    Implementation(
+        "mosaic_gpu", mosaic_gpu.indexer_scores, SM90, mosaic_gpu.refuses_scores
+    ),
+    Implementation("xla", xla.indexer_scores),
+)
 # Keys lie along the last axis: products over [channels, entries] score faster than
 # over [entries, channels].
 KEY_AXES = ("b", "c", "e")

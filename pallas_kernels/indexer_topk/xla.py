@@ -13,7 +13,9 @@ DECODE_BLOCK = 4096
 _COLLECTED = 2**22
 # One query of few numbers is bound by reading the keys, which one product does best.
 _NARROW = 256
+# Products at a time: fewer entries than a block where queries are many.
 _PRODUCTS = 2**24
+_LEAST = 128
 
 
 @typed
@@ -30,7 +32,7 @@ def indexer_scores(
     b, t, heads, dim = query.shape
     flat = query.astype(jnp.float32).reshape(b, t * heads, dim)
     products = jnp.einsum("bxc,bce->bxe", flat, key.astype(jnp.float32))
-    products = jax.nn.relu(products).reshape(b, t, heads, -1)
+    products = jax.nn.relu(products).reshape(b, t, heads, key.shape[2])
     return jnp.einsum("bti,btie->bte", weight.astype(jnp.float32), products)
 
 
@@ -58,15 +60,17 @@ def indexer_topk(
     b, t, heads, channels = query.shape
     size = key.shape[2]
     k = min(k, size)
-    block = DECODE_BLOCK if t == 1 else BLOCK
-    if size <= block:
-        return _best(_masked(query, weight, key, visible, 0, 0), k)
+    block = DECODE_BLOCK
+    if t > 1:
+        block = min(BLOCK, max(_LEAST, _PRODUCTS // max(1, b * t * heads)))
+    if size <= block or b * t == 0:
+        return _best(masked_scores(query, weight, key, visible, 0, 0), k)
     if t == 1 and heads * channels <= _NARROW and b * heads * size <= _PRODUCTS:
         return _by_prefix(query, weight, key, visible, k, block)
     return _by_blocks(query, weight, key, visible, k, block)
 
 
-def _masked(query, weight, keys, visible, first, least) -> Array:
+def masked_scores(query, weight, keys, visible, first, least) -> Array:
     """Scores of the entries from ``first``; -inf below ``least`` or not visible."""
     entry = first + jnp.arange(keys.shape[2], dtype=jnp.int32)
     scores = indexer_scores(query, weight, keys)
@@ -90,7 +94,7 @@ def _by_prefix(query, weight, key, visible, k: int, block: int) -> tuple[Array, 
     def choose(size: int):
         def run(query, weight, key, visible):
             keys = key[:, :, :size]
-            return _best(_masked(query, weight, keys, visible, 0, 0), k)
+            return _best(masked_scores(query, weight, keys, visible, 0, 0), k)
 
         return run
 
@@ -115,7 +119,7 @@ def _by_blocks(query, weight, key, visible, k: int, block: int) -> tuple[Array, 
     def collect(start, stop) -> Array:
         def body(i: Array, scores: Array) -> Array:
             keys = jax.lax.dynamic_slice_in_dim(key, first_of(i), block, axis=2)
-            part = _masked(query, weight, keys, visible, first_of(i), i * block)
+            part = masked_scores(query, weight, keys, visible, first_of(i), i * block)
             at = (i - start) * block
             return jax.lax.dynamic_update_slice_in_dim(scores, part, at, axis=2)
 

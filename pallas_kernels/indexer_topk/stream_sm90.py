@@ -1,0 +1,251 @@
+"""Keys streamed once past the tensor cores; what is kept of the scores is chosen.
+
+A block serves some queries of a row, one warpgroup each, and shares the keys between
+them. The entries are the rows of the product and the indexer heads its columns, so that
+ReLU, weights and the sum over heads stay within the row's four lanes.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+# Rows of one product, by the instruction.
+_ROWS = 64
+LANES = 128
+# Registers of a thread of the warpgroup that only copies, and those that compute.
+_COPYING = 40
+COMPUTING = {1: 232, 2: 232, 4: 112}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """How a call is divided.
+
+    Attributes:
+      block: entries copied and scored at a time, a multiple of 128.
+      queries: of a block, that share its keys.
+      splits: blocks that share the entries of a query.
+      stages: blocks of keys in shared memory.
+    """
+
+    block: int = 128
+    queries: int = 1
+    splits: int = 1
+    stages: int = 4
+
+
+def shared_bytes(config: Config, heads: int, channels: int) -> int:
+    """Shared memory of a block, barriers aside."""
+    keys = 2 * config.stages * channels * config.block
+    return keys + config.queries * (2 * heads * channels + 4 * config.block)
+
+
+def candidates(
+    query: Array, weight: Array, key: Array, visible: Array, *, depth: int, config: Any
+) -> tuple[Array, Array]:
+    """The best entries of each slot.
+
+    Args:
+      query: bfloat16[r, i, c], r = b·t rows, i a multiple of 8.
+      weight: float32[r, i].
+      key: bfloat16[b, c, e].
+      visible: int32[r].
+      depth: entries kept of each slot.
+      config: slot p of split s holds the entries p + block·(s + splits·n), n = 0, 1, …
+        Entries that fill no block are left out.
+
+    Returns:
+      (scores float32[r, splits, depth, block], best first and -inf where none is;
+      their index int32 of the same shape, -1 there). Of equal scores the lowest index
+      is kept, first.
+    """
+    rows = query.shape[0]
+    shape = (rows, config.splits, depth, config.block)
+    out = [jax.ShapeDtypeStruct(shape, dtype) for dtype in (jnp.float32, jnp.int32)]
+    return _stream(query, weight, key, visible, out, depth, config)
+
+
+def scores(query: Array, weight: Array, key: Array, *, config: Config) -> Array:
+    """float32[r, e] of the entries that fill a block; the others are not written."""
+    rows, entries = query.shape[0], key.shape[2]
+    visible = jnp.full((rows,), entries, jnp.int32)
+    out = [jax.ShapeDtypeStruct((rows, entries), jnp.float32)]
+    return _stream(query, weight, key, visible, out, None, config)[0]
+
+
+def _stream(
+    query: Array,
+    weight: Array,
+    key: Array,
+    visible: Array,
+    out_type: Any,
+    depth: int | None,
+    config: Config,
+) -> Any:
+    (rows, heads, channels), (b, _, entries) = query.shape, key.shape
+    block, queries = config.block, config.queries
+    splits, stages = config.splits, config.stages
+    columns, blocks = rows // b, entries // block
+    # Scores pass through shared memory to lie one a lane: 128 lanes then share what
+    # four lanes of each row would each do.
+    lanes = plgpu.Layout.WG_STRIDED((block,), vec_size=1)
+
+    def body(query_ref, weight_ref, key_ref, visible_ref, *refs):
+        out_refs, scratch = refs[: len(out_type)], refs[len(out_type) :]
+        query_smem, key_smem, score_smem, query_barrier, key_barrier, done = scratch
+        row, split = jax.lax.axis_index("row"), jax.lax.axis_index("split")
+        first = row * columns + jax.lax.axis_index("group") * queries
+        worker = jax.lax.axis_index("worker")
+        most = visible_ref[first]
+        for i in range(1, queries):
+            most = jnp.maximum(most, visible_ref[first + i])
+        used = jnp.minimum((most + (block - 1)) // block, blocks)
+        steps = (used - split + (splits - 1)) // splits
+
+        @pl.when(worker < queries)
+        def _compute():
+            if queries > 1:
+                plgpu.set_max_registers(COMPUTING[queries], action="increase")
+            mine = first + worker
+            plgpu.copy_gmem_to_smem(
+                query_ref.at[mine], query_smem.at[worker], query_barrier.at[worker]
+            )
+            plgpu.barrier_wait(query_barrier.at[worker])
+            weights = plgpu.load(
+                weight_ref.at[mine],
+                layout=plgpu.Layout.WGMMA.reduce(0),
+                optimized=False,
+            )
+            weights = jax.lax.broadcast_in_dim(weights, (_ROWS, heads), (1,))
+
+            def products(slot, at):
+                def multiply(acc):
+                    plgpu.wgmma(
+                        acc,
+                        key_smem.at[slot, :, pl.ds(at, _ROWS)].transpose((1, 0)),
+                        query_smem.at[worker].transpose((1, 0)),
+                    )
+                    return acc[...]
+
+                out = pl.run_scoped(
+                    multiply, plgpu.WGMMAAccumulatorRef((_ROWS, heads), jnp.float32)
+                )
+                return jnp.sum(jnp.maximum(out, 0.0) * weights, axis=1)
+
+            def step(i, carry):
+                slot = jax.lax.rem(i, stages)
+                start = (i * splits + split) * block
+                plgpu.barrier_wait(key_barrier.at[slot])
+                for at in range(0, block, _ROWS):
+                    score = products(slot, at)
+                    if depth is None:
+                        target = out_refs[0].at[mine, pl.ds(start + at, _ROWS)]
+                        plgpu.store(target, score, optimized=False)
+                    else:
+                        score_smem[worker, pl.ds(at, _ROWS)] = score
+                plgpu.barrier_arrive(done.at[slot])
+                if depth is None:
+                    return carry
+                score = plgpu.load(score_smem.at[worker], layout=lanes)
+                place = plgpu.layout_cast(jax.lax.iota(jnp.int32, block), lanes)
+                return _insert(carry, score, place + start, visible_ref[mine])
+
+            if depth is None:
+                jax.lax.fori_loop(0, steps, step, None)
+                return
+            empty = plgpu.layout_cast(jnp.full((block,), -jnp.inf, jnp.float32), lanes)
+            none = plgpu.layout_cast(jnp.full((block,), -1, jnp.int32), lanes)
+            kept = jax.lax.fori_loop(0, steps, step, ([empty] * depth, [none] * depth))
+            for out_ref, values in zip(out_refs, kept, strict=True):
+                for i, value in enumerate(values):
+                    out_ref[mine, split, i] = value
+
+        @pl.when(worker == queries)
+        def _copy():
+            if queries > 1:
+                plgpu.set_max_registers(_COPYING, action="decrease")
+
+            @pl.loop(0, steps)
+            def _step(i):
+                slot = jax.lax.rem(i, stages)
+
+                @pl.when(i >= stages)
+                def _wait():
+                    plgpu.barrier_wait(done.at[slot])
+
+                start = (i * splits + split) * block
+                plgpu.copy_gmem_to_smem(
+                    key_ref.at[row, :, pl.ds(start, block)],
+                    key_smem.at[slot],
+                    key_barrier.at[slot],
+                )
+
+    products = rows * heads * blocks * block
+    return plgpu.kernel(
+        body,
+        out_type=out_type,
+        scratch_types=[
+            plgpu.SMEM(
+                (queries, heads, channels), query.dtype, transforms=_swizzled(channels)
+            ),
+            plgpu.SMEM(
+                (stages, channels, block), key.dtype, transforms=_swizzled(channels)
+            ),
+            plgpu.SMEM((queries, block), jnp.float32),
+            plgpu.Barrier(num_barriers=queries),
+            plgpu.Barrier(num_barriers=stages),
+            plgpu.Barrier(num_arrivals=queries, num_barriers=stages),
+        ],
+        grid=(b, columns // queries, splits),
+        grid_names=("row", "group", "split"),
+        num_threads=queries + 1,
+        thread_name="worker",
+        kernel_name="indexer_scores" if depth is None else "indexer_topk",
+        cost_estimate=pl.CostEstimate(
+            flops=products * (2 * channels + 3),
+            transcendentals=0,
+            bytes_accessed=2 * b * columns // queries * blocks * block * channels
+            + sum(4 * out.size for out in out_type),
+        ),
+    )(query, weight, key, visible)
+
+
+def _insert(
+    kept: tuple[list[Array], list[Array]], score: Array, entry: Array, visible: Array
+) -> tuple[list[Array], list[Array]]:
+    """The kept of each lane, best first, with one more entry; the worst falls out."""
+    scores, index = kept
+    # -0.0 is no less than +0.0; what is not visible is no better than nothing.
+    score = jnp.where(score == 0.0, jnp.zeros_like(score), score)
+    score = jnp.where(entry < visible, score, jnp.full_like(score, -jnp.inf))
+    # Strictly: of equal scores the earlier entry stays before the later.
+    better = [score > other for other in scores]
+
+    def place(new: Array, old: list[Array]) -> list[Array]:
+        out = []
+        for i, other in enumerate(old):
+            above = new if i == 0 else jnp.where(better[i - 1], old[i - 1], new)
+            out.append(jnp.where(better[i], above, other))
+        return out
+
+    return place(score, scores), place(entry, index)
+
+
+def tile(channels: int) -> int:
+    """Entries that the copies take as one, and channels of a query."""
+    # Both operands of a product need the same swizzle; queries end in channels.
+    return next(width for width in (64, 32, 16) if channels % width == 0)
+
+
+def _swizzled(channels: int) -> tuple[Any, Any]:
+    width = tile(channels)
+    swizzle = plgpu.find_swizzle(16 * width)
+    return (
+        plgpu.TilingTransform((8, width)),  # pyright: ignore[reportAbstractUsage]
+        plgpu.SwizzleTransform(swizzle),  # pyright: ignore[reportAbstractUsage]
+    )
