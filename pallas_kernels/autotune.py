@@ -1,6 +1,9 @@
 """The fastest configuration of a kernel for given arguments, found by trying them."""
 
 import dataclasses
+import math
+import random
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -60,7 +63,9 @@ def autotune[C](
     *,
     tolerance: float = 2e-2,
     seconds: float = 0.05,
+    budget: float = math.inf,
     timer: Timer = interleaved,
+    clock: Callable[[], float] = time.perf_counter,
     progress: Callable[[float], None] = lambda fraction: None,
 ) -> Tuning[C]:
     """Times every configuration, and those near the fastest once more.
@@ -76,18 +81,28 @@ def autotune[C](
       tolerance: by how much the results of configurations may differ, of the largest
         number of the default's; one that differs by more is a failure.
       seconds: for one configuration in a round.
+      budget: seconds of the whole search; what is not tried when they are spent is not
+        tried. The order is then random, and always the same.
       timer: as `timing.interleaved`.
+      clock: seconds.
       progress: told which share is done.
 
     Raises:
       NoConfiguration: every one failed.
     """
-    candidates: list[C | None] = list(dict.fromkeys([default, *configurations]))
+    others = list(dict.fromkeys(configurations))
+    if budget < math.inf:
+        # Neighbours in a list are alike: a part of it should not be of one kind.
+        random.Random(0).shuffle(others)
+    candidates: list[C | None] = list(dict.fromkeys([default, *others]))
+    begin = clock()
     failures: dict[C | None, str] = {}
     calls: dict[str, Callable[[], Any]] = {}
     first: dict[str, Times] = {}
     expected = None
     for number, config in enumerate(candidates):
+        if clock() - begin > budget and any(name != "0" for name in first):
+            break
         name = str(number)
         # What a device refuses is known when it is tried: shared memory, registers,
         # an instruction. The reason is kept and the search goes on.

@@ -37,6 +37,7 @@ import jax.numpy as jnp
 
 from experiments import runner
 from experiments.bench_kernels import alignment, memory, report, tune
+from experiments.bench_kernels.case import Case
 from experiments.bench_kernels.cases import cases
 from experiments.bench_kernels.config import Config
 from experiments.bench_kernels.heads import Heads
@@ -57,10 +58,13 @@ def stages(config: Config, profile: str) -> Iterator[Stage]:
     chosen = [case for case in cases(profile) if case.op in config.ops]
     if config.tune and jax.default_backend() == "gpu":
         for case in chosen:
+            # What is compared with itself has the shapes of other cases.
+            if any("{}" in pair for ratio in case.ratios.values() for pair in ratio):
+                continue
             yield (
                 f"tune.{case.stage}",
-                8.0,
-                lambda update, case=case: _tune(case, config.seed, directory, update),
+                config.tune_seconds,
+                lambda update, case=case: _tune(case, config, directory, update),
             )
     for op in config.ops:
         for case in chosen:
@@ -100,10 +104,12 @@ def _memory(op: str, *, tiny: bool) -> dict[str, Any]:
     return memory.indexer_peak(t=128, entries=entries, heads=4, dim=32, k=512)
 
 
-def _tune(case: Any, seed: int, directory: Path, update: Any) -> dict[str, Any]:
+def _tune(case: Case, config: Config, directory: Path, update: Any) -> dict[str, Any]:
     kind = jax.devices()[0].device_kind
     try:
-        found = tune.tune_case(case, seed, progress=update)
+        found = tune.tune_case(
+            case, config.seed, budget=config.tune_seconds, progress=update
+        )
     except NoConfiguration as error:
         # The kernel's own default may run or not: the case itself will tell.
         return {"text": [f"no configuration ran: {error}"], "configs": 0}
@@ -172,6 +178,14 @@ def main(config: Config, workdir: runner.Workdir) -> None:
     if caution := report.caution(keys):
         print(caution)
     print(f"{spent:.0f} s in all. Report: {written}")
+    failed = [
+        f"{stage}: {name}: {reason}"
+        for stage, result in measured.items()
+        for name, reason in result.get("failed", {}).items()
+    ]
+    if failed:
+        print("\n".join(f"error: {line}" for line in failed), file=sys.stderr)
+        raise SystemExit(1)
 
 
 def long_flags(arguments: list[str]) -> list[str]:

@@ -26,7 +26,8 @@ class Config:
         Flash), "tiny" for tests; "auto" goes by JAX's default device.
       seconds: spent on each contender of a case that asks for no more; one call at
         least, and two, are always timed.
-      tune: on a GPU, try every configuration of the kernels first.
+      tune: on a GPU, try configurations of the kernels first.
+      tune_seconds: for each case; configurations that are left then are not tried.
       tables: directory of the tuned tables that are read and written; empty for the
         one that kernels read, `pallas_kernels/tuned`.
       seed: of the arrays.
@@ -36,6 +37,7 @@ class Config:
     profile: Literal["auto", "cpu", "gpu", "tiny"] = "auto"
     seconds: float = 0.5
     tune: bool = True
+    tune_seconds: float = 15.0
     tables: str = ""
     seed: int = 0
 
@@ -43,5 +45,6 @@ class Config:
         unknown = [op for op in self.ops if op not in OPS]
         if unknown or not self.ops:
             raise ValueError(f"ops={self.ops}: expected some of {', '.join(OPS)}")
-        if self.seconds <= 0:
-            raise ValueError(f"seconds={self.seconds}: expected a time above 0")
+        for name in ("seconds", "tune_seconds"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name}={getattr(self, name)}: expected above 0")

@@ -1,7 +1,7 @@
 """Measures a case: its contenders in turn, checked against each other."""
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +15,19 @@ from pallas_kernels.timing import Times, interleaved
 
 # A baseline may be missing on this machine (its package, a shape it does not take);
 # an implementation of ours either serves a call or says why not.
-_MISSING = (ImportError, ValueError, TypeError, NotImplementedError, RuntimeError)
+_MISSING = (
+    ExceptionGroup,
+    ImportError,
+    ValueError,
+    TypeError,
+    NotImplementedError,
+    RuntimeError,
+)
+
+
+# Of a kernel's products in bfloat16 against XLA's in float32, of the largest number.
+_KERNEL_TOLERANCE = 3e-2
+_MOST_COMPARED = 1 << 22
 
 
 class Disagreement(RuntimeError):
@@ -64,7 +76,7 @@ def measure(
 
     Returns:
       "shape"; "contenders", by name: seconds (least), median, samples, bytes, flops,
-      reads, ours; "refused", reasons by name; "ratios", see `ratios`;
+      reads, ours; "refused" and "failed", reasons by name;  "ratios", see `ratios`;
       "difference", the largest from the last contender, or None.
 
     Raises:
@@ -72,7 +84,7 @@ def measure(
       Unsupported: no implementation of ours serves the case.
     """
     arrays = make_arrays(case, seed)
-    calls, results, refused = {}, {}, {}
+    calls, results, refused, failed = {}, {}, {}, {}
     for each in case.contenders:
         if each.platform not in (None, jax.default_backend()):
             continue
@@ -84,14 +96,24 @@ def measure(
             refused[each.name] = str(error)
             continue
         except _MISSING as error:
-            if each.ours:
+            reason = f"{type(error).__name__}: {error}".split("\n")[0]
+            if not each.ours:
+                refused[each.name] = reason
+            elif each.platform is None:
                 raise
-            refused[each.name] = f"{type(error).__name__}: {error}".split("\n")[0]
+            else:
+                # A kernel that a device does not run is no reason to time no others.
+                failed[each.name] = reason
             continue
         calls[each.name] = lambda function=function: function(arrays)
-        if case.tolerance is not None:
-            results[each.name] = np.asarray(case.compare(result), np.float64)
+        results[each.name] = [
+            np.asarray(leaf, np.float64)
+            for leaf in jax.tree.leaves(case.compare(result))
+        ]
         del result
+    for name, reason in wrong_kernels(case, results).items():
+        failed[name] = reason
+        del calls[name], results[name]
     served = [each for each in case.contenders if each.name in calls]
     if not any(each.ours for each in served):
         raise Unsupported(f"{case.stage}: {refused}")
@@ -116,6 +138,7 @@ def measure(
             for each in served
         },
         "refused": refused,
+        "failed": failed,
         "ratios": ratios(case, times),
         "difference": difference,
     }
@@ -152,7 +175,10 @@ def ratios(case: Case, times: Mapping[str, Times]) -> dict[str, float]:
     return found
 
 
-def compare(case: Case, results: Mapping[str, np.ndarray]) -> float | None:
+Results = Mapping[str, Sequence[np.ndarray]]
+
+
+def compare(case: Case, results: Results) -> float | None:
     """Largest difference of a result from the last one, of that one's largest number.
 
     Raises:
@@ -161,14 +187,50 @@ def compare(case: Case, results: Mapping[str, np.ndarray]) -> float | None:
     if case.tolerance is None or len(results) < 2:
         return None
     *names, last = results
-    expected, worst = results[last], 0.0
-    scale = max(float(np.abs(expected).max()), 1e-30)
+    worst = 0.0
     for name in names:
-        difference = float(np.abs(results[name] - expected).max()) / scale
+        difference = _difference(results[name], results[last])
         if not difference <= case.tolerance:
             raise Disagreement(
                 f"{case.stage}: {name} differs from {last} by {difference:.2g} of its "
                 f"largest number, expected at most {case.tolerance:.2g}"
             )
         worst = max(worst, difference)
+    return worst
+
+
+def wrong_kernels(case: Case, results: Results) -> dict[str, str]:
+    """Kernels whose results differ from those of our implementation in XLA."""
+    wrong = {}
+    for name, result in results.items():
+        other = name.replace("mosaic_gpu", "xla")
+        if other == name or other not in results:
+            continue
+        difference = _difference(result, results[other])
+        if not difference <= _KERNEL_TOLERANCE:
+            wrong[name] = f"differs from {other} by {difference:.2g}"
+    return wrong
+
+
+def _sample(leaf: jax.Array) -> np.ndarray:
+    """At most `_MOST_COMPARED` numbers of an array, evenly spread."""
+    # Odd, so that no power of two is met in the same place each time.
+    step = max(1, leaf.size // _MOST_COMPARED) | 1
+    return np.asarray(leaf.reshape(-1)[::step], np.float64)
+
+
+def _difference(result: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> float:
+    worst = 0.0
+    for x, y in zip(result, expected, strict=True):
+        if not y.size:
+            continue
+        with np.errstate(invalid="ignore"):
+            difference = np.abs(x - y)
+        # Where both are infinite they agree.
+        difference[x == y] = 0.0
+        finite = np.abs(y[np.isfinite(y)])
+        scale = max(float(finite.max()) if finite.size else 0.0, 1e-30)
+        worst = max(worst, float(difference.max()) / scale)
+        if np.isnan(difference).any():
+            return float("nan")
     return worst

@@ -226,6 +226,8 @@ def _reads(results: Mapping[str, Any]) -> list[str]:
         lines.append(f"- `{stage}` ({result['shape']}): {text}.")
         for name, reason in result["refused"].items():
             lines.append(f"  - not there: {name}: {reason}")
+        for name, reason in result["failed"].items():
+            lines.append(f"  - **failed**: {name}: {reason}")
     return lines
 
 

@@ -1,5 +1,6 @@
 """Tries every configuration of the kernels of a case, on the device."""
 
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ def tune_case(
     case: Case,
     seed: int,
     *,
+    budget: float = math.inf,
     progress: Callable[[float], None] = lambda fraction: None,
     timer: Timer = interleaved,
 ) -> dict[str, tuple[tuned.Question, Tuning[Any]]]:
@@ -51,6 +53,7 @@ def tune_case(
       case: whose first implementation of ours is tuned; nothing is done where it asks
         for nothing.
       seed: of the arrays.
+      budget: seconds for each operation.
       progress: told which share is done.
       timer: as `timing.interleaved`.
 
@@ -79,6 +82,7 @@ def tune_case(
         tuning = autotune(
             question.legal,
             build,
+            budget=budget,
             timer=timer,
             progress=lambda fraction, n=number: progress((n + fraction) / len(asked)),
         )

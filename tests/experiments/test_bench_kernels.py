@@ -103,6 +103,33 @@ def test_a_missing_baseline_is_named():
         measure(two(missing, lambda a: a["x"]), 0.001, 0)
 
 
+def test_a_kernel_that_fails_or_errs_is_not_timed():
+    def kernel(function):
+        here = jax.default_backend()
+        first = Contender(
+            name="mosaic_gpu",
+            function=function,
+            bytes=8,
+            flops=4,
+            reads="x",
+            ours=True,
+            platform=here,
+        )
+        case = two(lambda a: a["x"], lambda a: a["x"], tolerance=None)
+        return dataclasses.replace(case, contenders=[first, *case.contenders])
+
+    def broken(arrays):
+        raise RuntimeError("ptxas")
+
+    result = measure(kernel(broken), 0.001, 0)
+    assert result["failed"] == {"mosaic_gpu": "RuntimeError: ptxas"}
+    result = measure(kernel(lambda a: 2 * a["x"]), 0.001, 0)
+    assert "differs from xla by 1" in result["failed"]["mosaic_gpu"]
+    assert list(result["contenders"]) == ["xla", "plain"]
+    result = measure(kernel(lambda a: 1.01 * a["x"]), 0.001, 0)
+    assert result["failed"] == {} and "mosaic_gpu" in result["contenders"]
+
+
 def test_ratios_by_name_and_by_implementation():
     case = next(c for c in cases("cpu") if c.stage == "window_attention.decay")
     times = {

@@ -106,6 +106,21 @@ def test_a_default_that_only_the_kernel_knows():
     assert (tuning.seconds, tuning.default_seconds, tuning.timed) == (1.0, 1.01, 3)
 
 
+def test_a_budget_ends_the_search():
+    bench = Bench({n: 1.0 / n for n in range(1, 9)})
+    now = iter(range(100))
+    tuning = autotune(
+        [Config(n) for n in range(1, 9)],
+        lambda config: bench.build(config or Config(1)),
+        budget=4.5,
+        timer=bench.timer,
+        clock=lambda: next(now),
+    )
+    assert tuning.timed == 4
+    # Not the first ones of the list.
+    assert tuning.config.block > 3
+
+
 def test_none_runs():
     with pytest.raises(module.NoConfiguration, match="block 32 does not fit"):
         run(Bench({}), (32,))
