@@ -4,15 +4,36 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Float, UInt8
 
-from pallas_kernels.abi import Layout
-from pallas_kernels.codec_transform import xla
+from pallas_kernels.abi import Layout, LayoutError
+from pallas_kernels.codec_transform import mosaic_gpu, xla
 from pallas_kernels.codec_transform.bases import basis
-from pallas_kernels.dispatch import Dispatch, Implementation
-from pallas_kernels.kv_quant import api as kv_quant
+from pallas_kernels.dispatch import SM90, Dispatch, Implementation
+from pallas_kernels.kv_quant.api import record_format
+from pallas_kernels.kv_quant.formats import record_layout
 
-DISPATCH = Dispatch("codec_transform", Implementation("xla", xla.transform))
+DISPATCH = Dispatch(
+    "codec_transform",
+    Implementation("mosaic_gpu", mosaic_gpu.transform, SM90, mosaic_gpu.refuses),
+    Implementation("xla", xla.transform),
+)
 INVERSE_DISPATCH = Dispatch(
-    "codec_transform.inverse", Implementation("xla", xla.inverse)
+    "codec_transform.inverse",
+    Implementation("mosaic_gpu", mosaic_gpu.inverse, SM90, mosaic_gpu.refuses),
+    Implementation("xla", xla.inverse),
+)
+PACK_DISPATCH = Dispatch(
+    "codec_transform.pack",
+    Implementation(
+        "mosaic_gpu", mosaic_gpu.transform_pack, SM90, mosaic_gpu.refuses_pack
+    ),
+    Implementation("xla", xla.transform_pack),
+)
+UNPACK_DISPATCH = Dispatch(
+    "codec_transform.unpack",
+    Implementation(
+        "mosaic_gpu", mosaic_gpu.unpack_inverse, SM90, mosaic_gpu.refuses_unpack
+    ),
+    Implementation("xla", xla.unpack_inverse),
 )
 
 Basis = str | Float[Array, "p q"] | None
@@ -79,15 +100,27 @@ def transform_pack(
     tokens: Basis = None,
     channels: Basis = None,
     alignment: int = 1,
+    implementation: str | None = None,
 ) -> UInt8[Array, "n s r"]:
     """`transform`, then ``kv_quant.pack`` of each row of coefficients, in one function.
+
+    Args:
+      x, tokens, channels: as `transform`.
+      format, alignment: as ``kv_quant.pack``.
+      implementation: a name of ``PACK_DISPATCH.names``; None for the best supported.
+
+    Returns:
+      uint8[n, s, r], of the layout ``record_layout(format, c, alignment=alignment)``.
 
     The error of a group is that of its coefficients' records: see ``kv_quant.pack``.
     One format for all coefficients errs as much as without `transform` along tokens;
     what decorrelation gains comes from fewer bits for the small ones.
     """
-    coefficients = transform(x, tokens=tokens, channels=channels)
-    return kv_quant.pack(coefficients, format=format, alignment=alignment)
+    size = record_layout(format, x.shape[2], alignment=alignment).sizes[-1]
+    matrices = _matrices(x.shape, tokens, channels)
+    return PACK_DISPATCH(
+        x, *matrices, format=format, size=size, implementation=implementation
+    )
 
 
 def unpack_inverse(
@@ -97,10 +130,30 @@ def unpack_inverse(
     tokens: Basis = None,
     channels: Basis = None,
     dtype: DTypeLike = jnp.float32,
+    implementation: str | None = None,
 ) -> Float[Array, "n s c"]:
-    """The rows that `transform_pack` stored, as ``dtype``."""
-    coefficients = kv_quant.unpack(records, layout)
-    return inverse(coefficients, tokens=tokens, channels=channels).astype(dtype)
+    """The rows that `transform_pack` stored, as ``dtype``.
+
+    Args:
+      records, layout: as ``kv_quant.unpack``; no rotary channels.
+      tokens, channels: that they were stored with.
+      implementation: a name of ``UNPACK_DISPATCH.names``; None for the best supported.
+
+    Raises:
+      LayoutError: the records do not lie as described, or are no such records.
+      Unsupported: the named implementation does not serve the call.
+    """
+    layout.check(records, "codec_transform.unpack_inverse records")
+    format, width, rotary = record_format(layout)
+    if rotary:
+        raise LayoutError(
+            f"unpack_inverse records: {rotary} rotary channels, expected 0"
+        )
+    matrices = _matrices((*records.shape[:2], width), tokens, channels)
+    rows = UNPACK_DISPATCH(
+        records, *matrices, format=format, width=width, implementation=implementation
+    )
+    return rows.astype(dtype)
 
 
 def _matrices(

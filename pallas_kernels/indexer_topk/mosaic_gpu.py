@@ -79,8 +79,8 @@ def configurations(
             if not blocks or not b * t or t % queries:
                 continue
             usual = _usual_splits(b * t // queries, blocks)
-            for splits in sorted({usual, min(2 * usual, blocks)}):
-                for stages in (2, 4, 6):
+            for splits in sorted({usual, min(2 * usual, blocks) if t == 1 else usual}):
+                for stages in (2, 4):
                     config = Config(
                         block=block, queries=queries, splits=splits, stages=stages
                     )

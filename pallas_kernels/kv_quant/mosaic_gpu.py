@@ -1,8 +1,7 @@
 """Packing and unpacking of bfloat16 rows on registers, without tensor cores.
 
-A block of `TILE` rows lies in one warpgroup, four lanes a row, so the largest magnitude
-of a block of channels is a reduction within the row. Two neighbouring channels are read
-as one 32-bit word: their codes then meet in one lane and are stored together.
+Two neighbouring channels are read as one 32-bit word: their codes then meet in one lane
+and are stored together, see `registers`.
 """
 
 import functools
@@ -10,19 +9,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.device import Target
-from pallas_kernels.kv_quant import xla
+from pallas_kernels.kv_quant import registers, xla
 from pallas_kernels.kv_quant.formats import Format, format_named
+from pallas_kernels.kv_quant.registers import TILE
 from pallas_kernels.tiles import by_tiles
-
-TILE = 64
-_TINY_BITS = 0x00800000
-_INFINITY_BITS = 0x7F800000
 
 
 def refuses_pack(
@@ -86,8 +81,8 @@ def unpack(
 
 def _pack(spec: Format, x: Array, *, rotary: int, size: int) -> Array:
     n, channels = x.shape
-    # Codes of two channels fill this word; a record is a whole number of words.
-    word = jnp.uint16 if spec.bits == 8 else jnp.uint8
+    # A record is a whole number of words.
+    word = registers.word(spec)
     width = jnp.dtype(word).itemsize
     words = -(-size // width)
     blocks, pairs = (channels - rotary) // spec.block, spec.block // 2
@@ -105,26 +100,19 @@ def _pack(spec: Format, x: Array, *, rotary: int, size: int) -> Array:
 
         scales: list[Array] = []
         for block in range(blocks):
-            pair = _load(pair_ref.at[rows, pl.ds(block * pairs, pairs)])
-            low, high = _flush(pair << 16), _flush(pair & jnp.uint32(0xFFFF0000))
-            size_bits = jnp.maximum(low & 0x7FFFFFFF, high & 0x7FFFFFFF)
-            largest = jnp.max(_signed(size_bits), axis=1)
-            encode = _power_codes if spec.scale_bytes == 1 else _integer_codes
-            codes, scale = encode(spec, (low, high), largest, pairs)
-            finite = _over_columns(largest, pairs) < _INFINITY_BITS
-            joined = codes[0] | codes[1] << spec.bits
-            joined = jnp.where(finite, joined, jnp.zeros_like(joined))
-            put(pl.ds(block * pairs, pairs), joined)
-            scales += [scale >> 8 * i & 255 for i in range(spec.scale_bytes)]
+            pair = registers.load(pair_ref.at[rows, pl.ds(block * pairs, pairs)])
+            codes, scale = registers.encode(
+                spec, pair << 16, pair & jnp.uint32(0xFFFF0000)
+            )
+            put(pl.ds(block * pairs, pairs), codes)
+            scales += scale
         if rotary:
             start = channels - rotary
-            tail = _load(half_ref.at[rows, pl.ds(start, rotary)])
+            tail = registers.load(half_ref.at[rows, pl.ds(start, rotary)])
             put(pl.ds(code_bytes // width, rotary), tail)
         # Zeros, but not a constant: those cannot be stored as one value a row.
         scales += [scales[0] >> 8] * (words * width - used)
-        for i in range(0, len(scales), width):
-            value = scales[i] if width == 1 else scales[i] | scales[i + 1] << 8
-            put(scale_at // width + i // width, value)
+        registers.put_scales(put, spec, scales, scale_at)
 
     out = plgpu.kernel(
         body,
@@ -143,7 +131,7 @@ def _pack(spec: Format, x: Array, *, rotary: int, size: int) -> Array:
 
 def _unpack(spec: Format, records: Array, *, channels: int, rotary: int) -> Array:
     n, size = records.shape
-    word = jnp.uint16 if spec.bits == 8 else jnp.uint8
+    word = registers.word(spec)
     blocks, pairs = (channels - rotary) // spec.block, spec.block // 2
     code_bytes, scale_at = (
         spec.code_bytes(channels, rotary),
@@ -157,26 +145,21 @@ def _unpack(spec: Format, records: Array, *, channels: int, rotary: int) -> Arra
             plgpu.store(out_ref.at[rows, column], value, optimized=False)
 
         for block in range(blocks):
-            codes = _load(word_ref.at[rows, pl.ds(block * pairs, pairs)])
-            codes = codes.astype(jnp.uint32)
+            codes = registers.load(word_ref.at[rows, pl.ds(block * pairs, pairs)])
             at = scale_at + block * spec.scale_bytes
-            scale = _row(byte_ref.at[rows, at])
-            if spec.scale_bytes == 2:
-                scale = scale | _row(byte_ref.at[rows, at + 1]) << 8
-                bits = scale << 16
-            else:
-                bits = jnp.where(
-                    scale == 255,
-                    jnp.full_like(scale, 0x7FC00000),
-                    jnp.maximum(scale, jnp.ones_like(scale)) << 23,
-                )
-            factor = _over_columns(_float(bits), pairs)
-            mask = (1 << spec.bits) - 1
-            low = _bfloat16_bits(_value(spec, codes & mask) * factor)
-            high = _bfloat16_bits(_value(spec, codes >> spec.bits & mask) * factor)
+            scale = [
+                registers.row(byte_ref.at[rows, at + i])
+                for i in range(spec.scale_bytes)
+            ]
+            low, high = (
+                registers.bfloat16_bits(half)
+                for half in registers.decode(spec, codes.astype(jnp.uint32), scale)
+            )
             put(pl.ds(block * pairs, pairs), low | high << 16)
         if rotary:
-            tail = _load(tail_ref.at[rows, pl.ds(code_bytes // 4, rotary // 2)])
+            tail = registers.load(
+                tail_ref.at[rows, pl.ds(code_bytes // 4, rotary // 2)]
+            )
             put(pl.ds((channels - rotary) // 2, rotary // 2), tail)
 
     out = plgpu.kernel(
@@ -201,116 +184,3 @@ def _words(x: Array, dtype: Any) -> Array:
         x = x.reshape(len(x), x.shape[1] * old // new, new // old)
     width = x.size * old // len(x) // new
     return jax.lax.bitcast_convert_type(x, dtype).reshape(len(x), width)
-
-
-def _load(ref: Any) -> Array:
-    return plgpu.load(ref, layout=plgpu.Layout.WGMMA, optimized=False)
-
-
-def _row(ref: Any) -> Array:
-    value = plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
-    return value.astype(jnp.uint32)
-
-
-def _over_columns(x: Array, columns: int) -> Array:
-    return jax.lax.broadcast_in_dim(x, (TILE, columns), (0,))
-
-
-def _float(bits: Array) -> Array:
-    return jax.lax.bitcast_convert_type(bits, jnp.float32)
-
-
-def _bits(x: Array) -> Array:
-    return jax.lax.bitcast_convert_type(x, jnp.uint32)
-
-
-def _signed(x: Array) -> Array:
-    return x.astype(jnp.int32)
-
-
-def _flush(bits: Array) -> Array:
-    """Denormal numbers become zeros of their sign, as everywhere."""
-    tiny = (bits & 0x7FFFFFFF) < _TINY_BITS
-    return jnp.where(tiny, bits & jnp.uint32(0x80000000), bits)
-
-
-def _power_codes(
-    spec: Format, halves: tuple[Array, Array], largest: Array, pairs: int
-) -> tuple[tuple[Array, Array], Array]:
-    limit = int.from_bytes(np.float32(spec.largest).tobytes(), "little")
-    mantissa = 0x7FFFFF
-    above = (largest & mantissa) > (limit & mantissa)
-    byte = (largest >> 23) - (limit >> 23) + 127 + above.astype(jnp.int32)
-    byte = jnp.maximum(byte, jnp.ones_like(byte))
-    finite = largest < _INFINITY_BITS
-    inverse = _over_columns(_float((254 - byte).astype(jnp.uint32) << 23), pairs)
-    encode = _e4m3 if spec.bits == 8 else _e2m1
-    codes = tuple(encode(_bits(_float(half) * inverse)) for half in halves)
-    byte = jnp.where(finite, byte, jnp.full_like(byte, 255))
-    return (codes[0], codes[1]), byte.astype(jnp.uint32)
-
-
-def _e4m3(bits: Array) -> Array:
-    """Codes of float32 bits of at most 448, to nearest and ties to even."""
-    size = bits & 0x7FFFFFFF
-    normal = (size + 0x7FFFF + (size >> 20 & 1) >> 20) - (120 << 3)
-    # Adding 2^14 leaves multiples of the denormal step 2^-9 in the low bits.
-    denormal = _bits(_float(size) + 16384.0) & 0xFF
-    code = jnp.where(size < 121 << 23, denormal, normal)
-    return code | bits >> 24 & 0x80
-
-
-def _e2m1(bits: Array) -> Array:
-    size = bits & 0x7FFFFFFF
-    normal = (size + 0x1FFFFF + (size >> 22 & 1) >> 22) - (126 << 1)
-    # Adding 2^22 leaves multiples of 1/2 in the low bits.
-    denormal = _bits(_float(size) + 4194304.0) & 0x7
-    code = jnp.where(size < 127 << 23, denormal, normal)
-    return code | bits >> 28 & 0x8
-
-
-def _integer_codes(
-    spec: Format, halves: tuple[Array, Array], largest: Array, pairs: int
-) -> tuple[tuple[Array, Array], Array]:
-    top = jnp.float32(spec.largest)
-    scale = _bfloat16_bits(_float(largest.astype(jnp.uint32)) / top)
-    scale = jnp.where(scale < _TINY_BITS >> 16, jnp.zeros_like(scale), scale)
-    finite = largest < _INFINITY_BITS
-    divisor = _over_columns(_float(scale << 16), pairs)
-    empty = divisor == 0.0
-    divisor = jnp.where(empty, jnp.ones_like(divisor), divisor)
-
-    def encode(half: Array) -> Array:
-        ratio = jnp.where(empty, jnp.zeros_like(divisor), _float(half)) / divisor
-        ratio = jnp.minimum(jnp.maximum(ratio, -top), top)
-        # Adding 1.5 · 2^23 rounds to an integer, to nearest and ties to even, and
-        # leaves its two's complement in the low bits.
-        return _bits(ratio + 12582912.0) & ((1 << spec.bits) - 1)
-
-    scale = jnp.where(finite, scale, jnp.full_like(scale, 0x7FC0))
-    return (encode(halves[0]), encode(halves[1])), scale
-
-
-def _value(spec: Format, code: Array) -> Array:
-    if spec.scale_bytes == 2:
-        sign = 1 << spec.bits - 1
-        return ((code ^ sign).astype(jnp.int32) - sign).astype(jnp.float32)
-    exponent_bits, mantissa_bits = (4, 3) if spec.bits == 8 else (2, 1)
-    bias = (1 << exponent_bits - 1) - 1
-    size = code & ((1 << spec.bits - 1) - 1)
-    normal = _float((size << 23 - mantissa_bits) + (127 - bias << 23))
-    step = 2.0 ** (1 - bias - mantissa_bits)
-    denormal = size.astype(jnp.int32).astype(jnp.float32) * step
-    value = jnp.where(size < 1 << mantissa_bits, denormal, normal)
-    if spec.bits == 8:
-        value = jnp.where(size == 0x7F, jnp.full_like(value, jnp.nan), value)
-    sign = code >> spec.bits - 1 << 31
-    return _float(_bits(value) | sign)
-
-
-def _bfloat16_bits(x: Array) -> Array:
-    """The upper half of float32, to nearest and ties to even; NaN stays NaN."""
-    bits = _bits(x)
-    rounded = bits + 0x7FFF + (bits >> 16 & 1) >> 16
-    nan = (bits & 0x7FFFFFFF) > _INFINITY_BITS
-    return jnp.where(nan, jnp.full_like(rounded, 0x7FC0), rounded)

@@ -52,7 +52,7 @@ def _choose(query, weight, key, visible, k, config=None):
     [
         # Entries that fill no block, a row that sees nothing, one that sees one.
         (400, [[400, 130], [0, 1]], Config(queries=2, splits=1, stages=2)),
-        (768, [[767, 257], [128, 500]], Config(queries=1, splits=2, stages=2)),
+        (768, [[767, 257], [0, 500]], Config(queries=1, splits=2, stages=2)),
         (528, [[528, 300], [256, 9]], Config(block=256, queries=2, splits=2, stages=2)),
     ],
 )
