@@ -51,7 +51,6 @@ class Tuning[C](NamedTuple):
             sizes=dict(sizes),
             dtype=np.dtype(dtype).name,
             config=dataclasses.asdict(self.config),  # pyright: ignore
-            measured=True,
             microseconds=round(1e6 * self.seconds, 3),
         )
 

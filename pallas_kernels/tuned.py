@@ -3,11 +3,11 @@
     {"format": "pallas_kernels.tuned", "version": 1, "device_kind": "NVIDIA H200",
      "jax": "0.12.0",
      "entries": [{"op": "window_attention", "sizes": {"t": 8192, "h": 512},
-                  "dtype": "bfloat16", "config": {"block_q": 64},
-                  "measured": true, "microseconds": 310.2}]}
+                  "dtype": "bfloat16", "config": {"block_k": 64, "stages": 2},
+                  "microseconds": 310.2}]}
 
-An entry with ``"measured": false`` names a shape that waits for a device, with the
-kernel's own default, and is never chosen. `autotune` makes the entries.
+An entry whose config and microseconds are null names a shape that waits for a device;
+the kernel's own default serves it. `autotune` makes the others.
 """
 
 import contextlib
@@ -46,16 +46,14 @@ class Entry:
       op: the operation's name, as its `Dispatch` has it.
       sizes: what the configuration depends on, by the name of the axis.
       dtype: name of the element type.
-      config: fields of the kernel's ``Config``.
-      measured: whether it was timed on the table's device.
-      microseconds: of one call; None where it was not measured.
+      config: fields of the kernel's ``Config``; None where nothing was measured.
+      microseconds: of one call, measured on the table's device; None like ``config``.
     """
 
     op: str
     sizes: Mapping[str, int]
     dtype: str
-    config: Mapping[str, int | str | bool]
-    measured: bool
+    config: Mapping[str, int | str | bool] | None = None
     microseconds: float | None = None
 
     @property
@@ -81,7 +79,7 @@ class Table:
         found = [
             (distance, entry)
             for entry in self.entries
-            if entry.measured and entry.op == op and entry.dtype == dtype
+            if entry.config is not None and entry.op == op and entry.dtype == dtype
             if (distance := _distance(entry.sizes, sizes)) <= _FARTHEST
         ]
         return [entry for _, entry in sorted(found, key=lambda pair: pair[0])]
@@ -177,7 +175,7 @@ def choose[C](
     for entry in table.lookup(op, sizes, name):
         for config in legal:
             # A config that is not legal for these sizes leaves it to the next nearest.
-            if dataclasses.asdict(config) == dict(entry.config):  # pyright: ignore
+            if dataclasses.asdict(config) == entry.config:  # pyright: ignore
                 return config
     return None
 
@@ -276,10 +274,10 @@ def _entry(item: Any, where: str) -> Entry:
     )
     if not whole or not sizes:
         raise TableError(f"{where}: sizes {sizes!r}, expected numbers from 1 by name")
-    if not isinstance(config, dict) or not config:
+    if config is not None and (not isinstance(config, dict) or not config):
         raise TableError(f"{where}: config {config!r}, expected values by name")
-    if type(item["measured"]) is not bool or item["measured"] != (time is not None):
-        raise TableError(f"{where}: measured entries, and no others, have microseconds")
+    if (config is None) != (time is None):
+        raise TableError(f"{where}: a config without microseconds, or the reverse")
     if time is not None and not (isinstance(time, int | float) and 0 < time < math.inf):
         raise TableError(f"{where}: microseconds {time!r}, expected a time above 0")
     if not isinstance(item["op"], str) or not isinstance(item["dtype"], str):

@@ -64,7 +64,7 @@ def stages(config: Config, profile: str) -> Iterator[Stage]:
             yield (
                 f"tune.{case.stage}",
                 config.tune_seconds,
-                lambda update, case=case: _tune(case, config, directory, update),
+                lambda update, case=case: tune_stage(case, config, directory, update),
             )
     for op in config.ops:
         for case in chosen:
@@ -104,7 +104,10 @@ def _memory(op: str, *, tiny: bool) -> dict[str, Any]:
     return memory.indexer_peak(t=128, entries=entries, heads=4, dim=32, k=512)
 
 
-def _tune(case: Case, config: Config, directory: Path, update: Any) -> dict[str, Any]:
+def tune_stage(
+    case: Case, config: Config, directory: Path, update: Any
+) -> dict[str, Any]:
+    """Tunes a case's kernel and adds what was found to the device's table."""
     kind = jax.devices()[0].device_kind
     try:
         found = tune.tune_case(

@@ -66,7 +66,7 @@ def _gpu() -> Iterator[Case]:
     yield entries.mass_sparse("mass", flash, 1, 1 << 16, 512, 64)
     for t in (1, 128):
         yield indexer.choose(
-            f"{t}_of_256k_64x128" if t > 1 else "256k_64x128",
+            f"{t}_of_32k_64x128" if t > 1 else "256k_64x128",
             t=t,
             entries=1 << 18 if t == 1 else 1 << 15,
             heads=64,
@@ -98,7 +98,7 @@ def _streams(rows: int, points: int, dtype: Any) -> Iterator[Case]:
     yield records.pool("m4_overlapping", rows, 4, 512, dtype, overlap=True)
     for format, channels, rotary in (
         ("int8", 512, 64),
-        ("int4", 512, 64),
+        ("int4", 512, 0),
         ("fp8", 512, 64),
         ("fp4", 128, 0),
     ):
@@ -107,5 +107,5 @@ def _streams(rows: int, points: int, dtype: Any) -> Iterator[Case]:
         yield records.unpack(count, channels, format, rotary, dtype)
     yield records.morton_encode(points, 3, 10)
     yield records.morton_decode(points, 3, 10)
-    yield records.transform(rows // 16, 128, 128, dtype)
+    yield records.transform(rows // 8, 64, 128, dtype)
     yield records.hadamard(8 * rows, 128, dtype)

@@ -51,19 +51,19 @@ def choose(
         contenders=[
             *ours(indexer.DISPATCH, call, **counts),
             Contender(
-                name="top_k of [dim, entries]",
+                name="top_k of dim × entries",
                 function=lambda arrays: scores_top_k(arrays, k, rows=False),
                 **counts,
             ),
             Contender(
-                name="top_k of [entries, dim]",
+                name="top_k of entries × dim",
                 function=lambda arrays: scores_top_k(arrays, k, rows=True),
                 **counts,
             ),
         ],
         ratios={
-            "ratio": ("top_k of [entries, dim]", "ours"),
-            "same_layout_ratio": ("top_k of [dim, entries]", "ours"),
+            "ratio": ("top_k of entries × dim", "ours"),
+            "same_layout_ratio": ("top_k of dim × entries", "ours"),
         },
         tolerance=2e-2 if size < 4 else 1e-4,
         # Rounding may exchange the indices of near ties.

@@ -107,8 +107,7 @@ def measure(
             continue
         calls[each.name] = lambda function=function: function(arrays)
         results[each.name] = [
-            np.asarray(leaf, np.float64)
-            for leaf in jax.tree.leaves(case.compare(result))
+            _sample(leaf) for leaf in jax.tree.leaves(case.compare(result))
         ]
         del result
     for name, reason in wrong_kernels(case, results).items():

@@ -1,4 +1,8 @@
-"""Tries every configuration of the kernels of a case, on the device."""
+"""Tries the configurations of the kernels of a case, on the device.
+
+python -m experiments.bench_kernels.tune      adds the shapes of all GPU cases to the
+tables of `pallas_kernels/tuned`, as waiting for a device; needs none.
+"""
 
 import math
 from collections.abc import Callable, Mapping
@@ -8,11 +12,16 @@ from typing import Any
 import jax
 
 from experiments.bench_kernels.case import Case, Contender
+from experiments.bench_kernels.cases import cases
 from experiments.bench_kernels.measure import make_arrays
 from pallas_kernels import tuned
 from pallas_kernels.autotune import Timer, Tuning, autotune
 from pallas_kernels.dispatch import Unsupported
+from pallas_kernels.lowering import DEVICES, abstract_mesh
 from pallas_kernels.timing import interleaved
+
+# What the kernels for compute capability 9.0 run on.
+TABLES = ("h100", "h200")
 
 
 def kernel_of(case: Case) -> Contender | None:
@@ -124,3 +133,42 @@ def table_with(
         for question, tuning in found.values()
     ]
     return table.updated(entries, jax=jax.__version__)
+
+
+def waiting(device: str) -> list[tuned.Entry]:
+    """An entry without a configuration for each shape that the GPU cases ask for.
+
+    Args:
+      device: a name of ``lowering.DEVICES``; it need not be there.
+    """
+    entries = {}
+    for case in cases("gpu"):
+        with jax.sharding.use_abstract_mesh(abstract_mesh(device)):
+            asked = [
+                question
+                for each in case.contenders
+                if each.ours and each.platform is not None
+                for question in questions(each, case)
+            ]
+        for question in asked:
+            entry = tuned.Entry(
+                op=question.op, sizes=question.sizes, dtype=question.dtype
+            )
+            entries[entry.key] = entry
+    return list(entries.values())
+
+
+def add_waiting(device: str, directory: Path = tuned.DIRECTORY) -> Path:
+    """Writes the device's table with those of `waiting` that it lacks."""
+    kind = DEVICES[device].device_kind
+    table = tuned.load(kind, directory)
+    if table is None:
+        table = tuned.Table(device_kind=kind, jax=None, entries=())
+    known = {entry.key for entry in table.entries}
+    new = [entry for entry in waiting(device) if entry.key not in known]
+    return tuned.write(table.updated(new, jax=table.jax), directory)
+
+
+if __name__ == "__main__":
+    for name in TABLES:
+        print(add_waiting(name))

@@ -13,15 +13,14 @@ import numpy as np
 import pytest
 
 from experiments.bench_kernels import alignment, memory, report, tune
-from experiments.bench_kernels.__main__ import long_flags
+from experiments.bench_kernels.__main__ import long_flags, tune_stage
 from experiments.bench_kernels.case import Case, Contender, Given
 from experiments.bench_kernels.cases import cases
 from experiments.bench_kernels.config import OPS, Config
 from experiments.bench_kernels.heads import Heads
 from experiments.bench_kernels.measure import Disagreement, measure, ratios
 from pallas_kernels import tuned
-from pallas_kernels.dispatch import Unsupported
-from pallas_kernels.lowering import abstract_mesh
+from pallas_kernels.lowering import DEVICES, abstract_mesh, kernels, lower
 from pallas_kernels.timing import Times
 
 
@@ -46,19 +45,36 @@ def test_every_case_can_be_traced(profile):
 
 def test_kernels_that_serve_the_gpu_cases():
     """What an H200 is to run: each operation's kernel takes a case of the profile."""
-    served = set()
+    for case in cases("gpu"):
+        arrays = {name: given.abstract for name, given in case.arrays.items()}
+        kernels = [each for each in case.contenders if each.name == "mosaic_gpu"]
+        for each in kernels:
+            with jax.sharding.use_abstract_mesh(abstract_mesh("h200")):
+                jax.eval_shape(lambda a, f=each.function: f(a), arrays)
+        assert len(kernels) == 1, case.stage
+
+
+@pytest.mark.parametrize("device", tune.TABLES)
+def test_shipped_tables_know_the_gpu_cases(device):
+    """Else run `python -m experiments.bench_kernels.tune`."""
+    table = tuned.load(DEVICES[device].device_kind)
+    assert table is not None
+    missing = {entry.key for entry in tune.waiting(device)} - {
+        entry.key for entry in table.entries
+    }
+    assert not missing
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", tune.TABLES)
+def test_tuned_configurations_are_lowered(device):
+    """With what the shipped table says of each GPU case, or the default."""
     for case in cases("gpu"):
         arrays = {name: given.abstract for name, given in case.arrays.items()}
         for each in case.contenders:
-            if each.name != "mosaic_gpu":
-                continue
-            try:
-                with jax.sharding.use_abstract_mesh(abstract_mesh("h200")):
-                    jax.eval_shape(lambda a, f=each.function: f(a), arrays)
-                served.add(case.op)
-            except Unsupported:
-                pass
-    assert {"pool", "kv_quant", "morton"} <= served
+            if each.ours and each.platform is not None:
+                text = lower(each.function, arrays, device=device)
+                assert kernels(text) == 1, (case.stage, each.name)
 
 
 def two(first, second, **fields) -> Case:
@@ -143,7 +159,7 @@ def test_ratios_by_name_and_by_implementation():
     case = next(c for c in cases("cpu") if c.stage == "indexer_topk.256k_4x32")
     times = {
         "xla": Times(2.0, 2.0, (2.0,)),
-        "top_k of [entries, dim]": Times(5.0, 9.0, (9.0, 5.0)),
+        "top_k of entries × dim": Times(5.0, 9.0, (9.0, 5.0)),
     }
     assert ratios(case, times) == {"ratio": 2.5}
 
@@ -221,6 +237,28 @@ def test_a_kernel_that_asks_is_tuned(tmp_path):
     assert traced[-1] == Block(2)
 
 
+def test_the_tuning_stage_writes_a_table(tmp_path):
+    def kernel(arrays):
+        config = tuned.choose("op", {"n": 2}, np.float32, (Block(1), Block(2)))
+        return arrays["x"] + (0 if config is None else 0 * config.size)
+
+    case = two(kernel, lambda a: a["x"])
+    found = tune_stage(case, Config(tune_seconds=1.0), tmp_path, lambda fraction: None)
+    assert found["configs"] == 3 and "op {'n': 2}: Block(size=" in found["text"][0]
+    table = tuned.load(jax.devices()[0].device_kind, tmp_path)
+    assert table is not None and table.jax == jax.__version__
+    (entry,) = table.entries
+    assert entry.microseconds is not None and entry.config in ({"size": 1}, {"size": 2})
+
+    def broken(arrays):
+        del arrays
+        tuned.choose("op", {"n": 2}, np.float32, (Block(1),))
+        raise RuntimeError("ptxas")
+
+    with pytest.raises(RuntimeError):
+        tune_stage(two(broken, kernel), Config(), tmp_path, lambda fraction: None)
+
+
 def test_short_flags():
     assert long_flags(["--ops=pool, morton", "--profile=cpu", "--x=1"]) == [
         "--config.ops=('pool', 'morton')",
@@ -238,7 +276,7 @@ def test_the_program(tmp_path):
         "-m",
         "experiments.bench_kernels",
         "--profile=tiny",
-        "--ops=window_attention,indexer_topk,alignment",
+        "--ops=indexer_topk,alignment",
         "--config.seconds=0.002",
         f"--workdir={tmp_path}",
     ]
@@ -251,11 +289,9 @@ def test_the_program(tmp_path):
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    assert "dot_product_attention" in run()
+    assert "top_k of entries × dim" in run()
     keys = json.loads((tmp_path / "summary.json").read_text())
     for key in (
-        "window_attention.prefill_16k_w128.ratio",
-        "window_attention.memory_growth",
         "indexer_topk.256k_4x32.same_layout_ratio",
         "indexer_topk.peak_memory_ratio",
         "alignment.gain",

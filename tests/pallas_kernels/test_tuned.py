@@ -25,8 +25,7 @@ def entry(
         op=op,
         sizes=sizes,
         dtype="float32",
-        config={"block": block},
-        measured=microseconds is not None,
+        config=None if microseconds is None else {"block": block},
         microseconds=microseconds,
     )
 
@@ -74,7 +73,8 @@ def test_a_table_round_trips_and_replaces_by_key(tmp_path):
     tuned.write(table.updated([entry(64, 0.5, t=64)], jax="0.12.1"), tmp_path)
     table = tuned.load(KIND, tmp_path)
     assert table is not None and table.jax == "0.12.1"
-    assert [each.config["block"] for each in table.entries] == [64, 32]
+    assert [dict(each.sizes) for each in table.entries] == [{"t": 64}, {"t": 128}]
+    assert table.entries[0].config == {"block": 64}
     assert choose(tmp_path, t=64) == Config(64)
 
 
@@ -114,7 +114,8 @@ def changed_entry(**keys):
         (changed(entries=[{}]), "entry 0: keys"),
         (changed_entry(sizes={"t": 0}), "sizes"),
         (changed_entry(config={}), "config"),
-        (changed_entry(measured=False), "measured"),
+        (changed_entry(microseconds=None), "without microseconds"),
+        (changed_entry(config=None), "without microseconds"),
         (changed_entry(microseconds=-1.0), "above 0"),
         (changed_entry(op=3), "names"),
         (lambda data: data | {"entries": 2 * data["entries"]}, "two entries"),
