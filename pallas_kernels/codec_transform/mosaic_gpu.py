@@ -96,6 +96,9 @@ def transform(
     Args:
       x: bfloat16[n, s, c]; tokens: float32[s, s]; channels: float32[c, c].
       config: of `configurations`; None for the tuned or the default one.
+
+    A number that is not finite makes NaN of what depends on it: its row, where channels
+    are transformed, and its group, where tokens are.
     """
     return _transform(config, x, tokens, channels)
 
@@ -231,7 +234,7 @@ def _by_tiles(
     config: Config | None,
 ) -> Array:
     if config is None:
-        sizes = {"c": plan.width, "s": plan.tokens, "n": max(1, len(rows))}
+        sizes = {"c": plan.width, "s": max(1, plan.tokens), "n": max(1, len(rows))}
         op = "codec_transform"
         if plan.packs or plan.unpacks:
             op += ".pack" if plan.packs else ".unpack"

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.codec_transform import api, mosaic_gpu
-from pallas_kernels.codec_transform.product_sm90 import Plan
+from pallas_kernels.codec_transform import api, mosaic_gpu, product_sm90
+from pallas_kernels.codec_transform.bases import basis
+from pallas_kernels.codec_transform.product_sm90 import Config, Plan
 from pallas_kernels.codec_transform.reference import reference_transform
 from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.interpret import interpreted
@@ -53,6 +54,25 @@ def test_inverse(normal):
     got = _interpreted(api.inverse, x, **options)
     back = reference_transform(got, **options)
     np.testing.assert_allclose(back, np.asarray(x, np.float32), atol=5e-6)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_many_tiles_of_a_block(stages, normal, monkeypatch):
+    """Shared memory is read and filled again; records, too."""
+    monkeypatch.setattr(product_sm90, "PROCESSORS", 1)
+    x = _bfloat16(normal(17, 16, 32))
+    matrix = jnp.asarray(basis("cosine", 16))
+    with interpreted():
+        run = functools.partial(mosaic_gpu.transform, config=Config(stages=stages))
+        got = np.asarray(jax.jit(run)(x, matrix, None))
+    np.testing.assert_allclose(got, reference_transform(x, "cosine", None), atol=3e-6)
+    if stages > 1:
+        return
+    records = api.transform_pack(x, format="int4", tokens="cosine")
+    layout = record_layout("int4", 32, leading=("n", "s"))
+    unpack = functools.partial(api.unpack_inverse, layout=layout, tokens="cosine")
+    back = _interpreted(unpack, records)
+    np.testing.assert_allclose(back, np.asarray(unpack(records)), atol=1e-5)
 
 
 def test_hadamard(normal):
