@@ -1,10 +1,11 @@
 """Scores on tensor cores, and the best entries without storing the scores.
 
-Of every slot, a residue class of the entries, the kernel keeps the few best; XLA sorts
-these candidates, of which there are splits · depth · block whatever the number of
-entries. A slot could only have lost one of the k best if all that it kept are among the
-k best. That is tested, and answered by scoring in XLA: the result is always exact, and
-`_depth` makes this rare (entries that score best every splits · block would cause it).
+Of every slot, a residue class of the entries, the kernel keeps the few best. Where a
+query is divided among many blocks, a second kernel does the same with their candidates;
+XLA sorts what remains, some thousands whatever the number of entries. A slot could only
+have lost one of the k best if all that it kept are among the k best. That is tested and
+answered by scoring in XLA: the result is always exact, and `_enough` makes this rare
+(entries that score best every splits · block would cause it).
 """
 
 import functools
@@ -25,6 +26,8 @@ _CAPABILITY = (9, 0)
 _PROCESSORS = 132
 _MOST_HEADS = 128
 _MOST_CHANNELS = 256
+# Splits whose candidates are merged by one block.
+_MERGED = 8
 # Expected number of slots of a query that keep too few, if scores are independent.
 _RARE = 1e-4
 
@@ -149,6 +152,7 @@ def indexer_topk(
     if config is None:
         config = _choose("indexer_topk", query, weight, key, visible, k=k)
     blocks = size // config.block
+    kept = _kept_at_most(config, blocks)
     depth = _depth(k, config, blocks)
     scores, index = stream_sm90.candidates(
         *_rows(query, weight),
@@ -157,6 +161,15 @@ def indexer_topk(
         depth=depth,
         config=config,
     )
+    # The worst that a full slot kept: if it is chosen, a better one may be lost.
+    worst = [] if depth == kept else [(scores[:, :, -1], index[:, :, -1])]
+    if config.splits > _MERGED:
+        groups = -(-config.splits // _MERGED)
+        kept = min(_MERGED, config.splits) * depth
+        depth = _enough(k, groups * config.block, kept)
+        scores, index = stream_sm90.merge(scores, index, groups=groups, depth=depth)
+        if depth < kept:
+            worst.append((scores[:, :, -1], index[:, :, -1]))
     shape = (b, t, -1)
     whole = blocks * config.block
     tail = xla.masked_scores(query, weight, key[:, :, whole:], visible, whole, 0)
@@ -166,12 +179,14 @@ def indexer_topk(
         jnp.concatenate([index.reshape(shape), entry], axis=-1),
         k,
     )
-    if depth == _kept_at_most(config, blocks):
+    if not worst:
         return chosen
-    # The worst that a slot kept, if it is chosen, may have pushed out a better one.
-    worst, at = scores[:, :, -1].reshape(shape), index[:, :, -1].reshape(shape)
+    score, at = (
+        jnp.concatenate([x.reshape(shape) for x in parts], axis=-1)
+        for parts in zip(*worst, strict=True)
+    )
     least, last = chosen[1][..., -1:], chosen[0][..., -1:]
-    full = (worst > least) | ((worst == least) & (at <= last) & (at >= 0))
+    full = (score > least) | ((score == least) & (at <= last) & (at >= 0))
     return jax.lax.cond(
         jnp.any(full),
         lambda: xla.indexer_topk(query, weight, key, visible, k=k),
@@ -210,11 +225,16 @@ def _kept_at_most(config: Config, blocks: int) -> int:
 
 
 def _depth(k: int, config: Config, blocks: int) -> int:
-    """Entries to keep of each slot, so that it is rare that these are too few.
+    """Entries to keep of each slot."""
+    slots = config.splits * config.block
+    return _enough(k, slots, _kept_at_most(config, blocks))
+
+
+def _enough(k: int, slots: int, most: int) -> int:
+    """How many of a slot's entries to keep, so that it is rare that these are too few.
 
     The k best fall into the slots like independent throws: Poisson.
     """
-    slots = config.splits * config.block
     mean = k / slots
     depth = 0
     term = tail = math.exp(-mean)
@@ -222,7 +242,7 @@ def _depth(k: int, config: Config, blocks: int) -> int:
         depth += 1
         term *= mean / depth
         tail += term
-    return min(depth + 1, _kept_at_most(config, blocks))
+    return min(depth + 1, most)
 
 
 def _padded(heads: int) -> int:

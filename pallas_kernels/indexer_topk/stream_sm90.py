@@ -93,7 +93,7 @@ def _stream(
     columns, blocks = rows // b, entries // block
     # Scores pass through shared memory to lie one a lane: 128 lanes then share what
     # four lanes of each row would each do.
-    lanes = plgpu.Layout.WG_STRIDED((block,), vec_size=1)
+    lanes = _lanes(block)
 
     def body(query_ref, weight_ref, key_ref, visible_ref, *refs):
         out_refs, scratch = refs[: len(out_type)], refs[len(out_type) :]
@@ -152,18 +152,20 @@ def _stream(
                 if depth is None:
                     return carry
                 score = plgpu.load(score_smem.at[worker], layout=lanes)
-                place = plgpu.layout_cast(jax.lax.iota(jnp.int32, block), lanes)
-                return _insert(carry, score, place + start, visible_ref[mine])
+                entry = plgpu.layout_cast(jax.lax.iota(jnp.int32, block), lanes) + start
+                # -0.0 is no less than +0.0; what is not visible is as good as nothing.
+                score = jnp.where(score == 0.0, jnp.zeros_like(score), score)
+                nothing = jnp.full_like(score, -jnp.inf)
+                score = jnp.where(entry < visible_ref[mine], score, nothing)
+                # Strictly: of equal scores the earlier entry stays before the later.
+                better = [score > other for other in carry[0]]
+                return _insert(carry, score, entry, better)
 
             if depth is None:
                 jax.lax.fori_loop(0, steps, step, None)
                 return
-            empty = plgpu.layout_cast(jnp.full((block,), -jnp.inf, jnp.float32), lanes)
-            none = plgpu.layout_cast(jnp.full((block,), -1, jnp.int32), lanes)
-            kept = jax.lax.fori_loop(0, steps, step, ([empty] * depth, [none] * depth))
-            for out_ref, values in zip(out_refs, kept, strict=True):
-                for i, value in enumerate(values):
-                    out_ref[mine, split, i] = value
+            kept = jax.lax.fori_loop(0, steps, step, _nothing(depth, block))
+            _store(kept, [out_ref.at[mine, split] for out_ref in out_refs])
 
         @pl.when(worker == queries)
         def _copy():
@@ -215,16 +217,76 @@ def _stream(
     )(query, weight, key, visible)
 
 
-def _insert(
-    kept: tuple[list[Array], list[Array]], score: Array, entry: Array, visible: Array
-) -> tuple[list[Array], list[Array]]:
-    """The kept of each lane, best first, with one more entry; the worst falls out."""
-    scores, index = kept
-    # -0.0 is no less than +0.0; what is not visible is no better than nothing.
-    score = jnp.where(score == 0.0, jnp.zeros_like(score), score)
-    score = jnp.where(entry < visible, score, jnp.full_like(score, -jnp.inf))
-    # Strictly: of equal scores the earlier entry stays before the later.
-    better = [score > other for other in scores]
+Kept = tuple[list[Array], list[Array]]
+
+
+def merge(scores: Array, index: Array, *, groups: int, depth: int) -> tuple[Array, ...]:
+    """The best entries of each slot of several splits together.
+
+    Args:
+      scores, index: [r, splits, d, block] of `candidates`.
+      groups: into which the splits are divided.
+      depth: entries kept of each slot of a group.
+
+    Returns:
+      (scores, index) [r, groups, depth, block], ordered as those given.
+    """
+    rows, splits, before, block = scores.shape
+    each = -(-splits // groups)
+
+    def body(score_ref, index_ref, *out_refs):
+        row, group = jax.lax.axis_index("row"), jax.lax.axis_index("group")
+        first = group * each
+
+        def step(i, kept):
+            lanes = _lanes(block)
+            for place in range(before):
+                at = (row, first + i, place)
+                score = plgpu.load(score_ref.at[at], layout=lanes)
+                entry = plgpu.load(index_ref.at[at], layout=lanes)
+                better = [
+                    (score > other) | ((score == other) & (entry < known))
+                    for other, known in zip(*kept, strict=True)
+                ]
+                kept = _insert(kept, score, entry, better)
+            return kept
+
+        many = jnp.minimum(each, splits - first)
+        kept = jax.lax.fori_loop(0, many, step, _nothing(depth, block))
+        _store(kept, [out_ref.at[row, group] for out_ref in out_refs])
+
+    shape = (rows, groups, depth, block)
+    return plgpu.kernel(
+        body,
+        out_type=[jax.ShapeDtypeStruct(shape, x.dtype) for x in (scores, index)],
+        grid=(rows, groups),
+        grid_names=("row", "group"),
+        kernel_name="indexer_topk_merge",
+        cost_estimate=pl.CostEstimate(
+            flops=5 * depth * scores.size,
+            transcendentals=0,
+            bytes_accessed=8 * (scores.size + rows * groups * depth * block),
+        ),
+    )(scores, index)
+
+
+def _lanes(block: int) -> Any:
+    return plgpu.Layout.WG_STRIDED((block,), vec_size=1)
+
+
+def _nothing(depth: int, block: int) -> Kept:
+    lanes = _lanes(block)
+    empty = plgpu.layout_cast(jnp.full((block,), -jnp.inf, jnp.float32), lanes)
+    none = plgpu.layout_cast(jnp.full((block,), -1, jnp.int32), lanes)
+    return [empty] * depth, [none] * depth
+
+
+def _insert(kept: Kept, score: Array, entry: Array, better: list[Array]) -> Kept:
+    """The kept of each lane, best first, with one more entry; the worst falls out.
+
+    Args:
+      better: for each kept whether the new entry goes before it.
+    """
 
     def place(new: Array, old: list[Array]) -> list[Array]:
         out = []
@@ -233,7 +295,13 @@ def _insert(
             out.append(jnp.where(better[i], above, other))
         return out
 
-    return place(score, scores), place(entry, index)
+    return place(score, kept[0]), place(entry, kept[1])
+
+
+def _store(kept: Kept, refs: Any) -> None:
+    for ref, values in zip(refs, kept, strict=True):
+        for i, value in enumerate(values):
+            ref[i] = value
 
 
 def tile(channels: int) -> int:

@@ -106,6 +106,19 @@ def test_a_slot_that_keeps_too_few(draw):
     assert (index % 128 == 7).all()
 
 
+def test_merged_splits(draw, monkeypatch):
+    """Candidates of three splits by twos; ties; and a slot of a pair that is full."""
+    monkeypatch.setattr(mosaic_gpu, "_MERGED", 2)
+    config = Config(splits=3, stages=2)
+    query, weight, key = draw(1, 1, 4, 16, 1296)
+    visible = np.array([[1290]], np.int32)
+    _choose(query, weight, key, visible, 9, config)
+    _choose(query, weight, jnp.round(key).clip(-1, 1), visible, 60, config)
+    query, weight, key = (jnp.abs(x) for x in (query, weight, key))
+    index = _choose(query, weight, key.at[:, :, 7::128].add(9), visible, 6, config)
+    assert (index % 128 == 7).all()
+
+
 def test_depth():
     """Few enough to keep, and at least what falls into a slot on average."""
     for k, splits, blocks in ((512, 132, 2048), (1024, 1, 2048), (512, 4, 16)):
@@ -190,7 +203,8 @@ SHAPES = [
 @pytest.mark.parametrize("device", ["h100", "h200"])
 def test_chosen_configuration_lowers(shape, k, device):
     args = _abstract(*shape)
-    assert kernels(lower(indexer_topk, *args, device=device, k=k)) == 1
+    merged = mosaic_gpu.default(*args[:3], k=k).splits > mosaic_gpu._MERGED
+    assert kernels(lower(indexer_topk, *args, device=device, k=k)) == 1 + merged
     assert kernels(lower(indexer_scores, *args[:3], device=device)) == 1
 
 
@@ -202,7 +216,8 @@ def test_configurations_lower(shape, k):
     for number, config in enumerate(legal):
         device = ("h100", "h200")[number % 2]
         run = functools.partial(mosaic_gpu.indexer_topk, k=k, config=config)
-        assert kernels(lower(run, *args, device=device)) == 1
+        merged = config.splits > mosaic_gpu._MERGED
+        assert kernels(lower(run, *args, device=device)) == 1 + merged
 
 
 def test_gradient():
