@@ -32,7 +32,7 @@ def interleaved(
     seconds: float,
     least: int = 2,
     most: int = 60,
-    compiled: bool = False,
+    first: Mapping[str, float] | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Times]:
     """Times functions in turn, a sample of each in every round, forth and back.
@@ -41,21 +41,23 @@ def interleaved(
       functions: by name; each returns arrays, which are waited for.
       seconds: for each function; a slow one may take more.
       least, most: samples of each; the fewer are taken where ``seconds`` are spent.
-      compiled: every function was called before.
+      first: seconds of a call of each, compiled before; None where there was none yet.
       clock: seconds.
 
     The first call compiles and the second settles caches and the length of a sample;
-    neither is counted, but for a second one that alone takes all ``seconds``.
+    neither is counted, but for one of compiled code that alone takes all ``seconds``.
     """
     calls: dict[str, int] = {}
     spent = dict.fromkeys(functions, 0.0)
     samples: dict[str, list[float]] = {name: [] for name in functions}
     for name, function in functions.items():
-        if not compiled:
+        once = 0.0 if first is None else first[name]
+        if first is None:
             jax.block_until_ready(function())
-        begin = clock()
-        jax.block_until_ready(function())
-        once = max(clock() - begin, 1e-9)
+        if once < seconds or least > 1:
+            begin = clock()
+            jax.block_until_ready(function())
+            once = max(clock() - begin, 1e-9)
         calls[name] = max(1, round(_LEAST_SAMPLE / once))
         if once >= seconds:
             samples[name].append(once)

@@ -149,3 +149,11 @@ def test_timing_takes_turns_and_least_samples():
     assert times["fast"].least == pytest.approx(0.1)
     # Two warm-ups of each, the second of the slow one counted; then in turn.
     assert order[4:8] == ["slow", "fast", "fast", "fast"]
+
+
+def test_one_call_of_compiled_code_may_be_enough():
+    def never():
+        raise AssertionError
+
+    times = interleaved({"slow": never}, seconds=0.5, least=1, first={"slow": 0.7})
+    assert times["slow"] == Times(0.7, 0.7, (0.7,))
