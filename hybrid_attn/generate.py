@@ -83,18 +83,20 @@ def generate(
         leaves,
         cache,
         logits,
-        jax.vmap(lambda row: jax.random.fold_in(key, row))(rows),
+        key,
+        rows,
         jnp.int32(max_new_tokens),
     )
     return out[:, :max_new_tokens], counts, cache
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), donate_argnums=(5,))
-def _decode(graph, sampler, room, stop_ids, leaves, cache, logits, keys, limit):
+def _decode(graph, sampler, room, stop_ids, leaves, cache, logits, key, rows, limit):
     """At most ``limit`` tokens; ``room``, at least that, is what is compiled for."""
     model = unflatten(graph, leaves)
     b = cache.batch
     stops = jnp.asarray(stop_ids or (-1,), jnp.int32)
+    keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(rows)
 
     def sample(logits: Array, position: Array) -> Array:
         # The token about to be sampled stands at `position`.

@@ -6,7 +6,6 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax import Array
 from jax.core import Tracer
 from jax.typing import ArrayLike
@@ -180,15 +179,16 @@ def _row_faults(model, cache, tokens, count, offset) -> Array:
 
 
 def flatten(model: Model) -> tuple[Any, tuple[Array, ...]]:
-    """(hashable graph, parameter leaves): what a compiled function is called with."""
-    graph, state = nnx.split(model)
-    leaves, tree = jax.tree.flatten(state)
-    return (graph, tree), tuple(leaves)
+    """(hashable structure, parameter leaves): what a compiled function is called with.
+
+    A module is a pytree: `nnx.split` gives the same at thirteen times the cost.
+    """
+    leaves, structure = jax.tree.flatten(model)
+    return structure, tuple(leaves)
 
 
-def unflatten(graph: Any, leaves) -> Model:
-    definition, tree = graph
-    return nnx.merge(definition, jax.tree.unflatten(tree, leaves))
+def unflatten(structure: Any, leaves) -> Model:
+    return jax.tree.unflatten(structure, leaves)
 
 
 @functools.lru_cache(maxsize=256)
