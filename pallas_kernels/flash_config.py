@@ -12,8 +12,6 @@ from pallas_kernels.flash_parts import ROWS
 _SHARED_BYTES = 224 * 1024
 # Most channels of 64 float32 sums that one warpgroup's registers hold.
 _MOST_CHANNELS = 256
-# Widest product whose float32[64, c] sums fit beside those.
-_WIDEST = 128
 # Streaming multiprocessors of an H100 or H200 (SXM), each with room for one block.
 _PROCESSORS = 132
 # Fewer steps would write more sums than they read keys.
@@ -67,16 +65,8 @@ class Shape(NamedTuple):
 
     @property
     def channels(self) -> int:
-        """Channels of a piece: of those that divide a warpgroup's, the most."""
-        fitting = (
-            c for c in range(64, _WIDEST + 1, 64) if self.h % (c * self.parts) == 0
-        )
-        return max(fitting)
-
-    @property
-    def pieces(self) -> int:
-        """Pieces of all channels."""
-        return self.h // self.channels
+        """Channels of each part."""
+        return self.h // self.parts
 
     def shared_bytes(self, config: Config) -> int:
         """Bytes of shared memory that a block of the kernel takes."""

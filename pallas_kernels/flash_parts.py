@@ -1,11 +1,9 @@
 """What attention kernels of compute capability 9.0 do with a block of keys.
 
-A warpgroup keeps the sums of 64 rows in registers, their channels in pieces: a product
-is awaited piece by piece and added to scaled sums, which is one instruction an element
-and takes no more registers than a piece.
+A warpgroup keeps the sums of 64 rows in registers, where products are added to them. Of
+more channels than fit, several warpgroups keep a part each.
 """
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +12,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.device import current_target
 from pallas_kernels.softmax import MASKED
 
 ROWS = 64
@@ -36,49 +35,49 @@ class Sums(NamedTuple):
     """Softmax sums of 64 rows, in the layout of the matrix products.
 
     Attributes:
-      weighted: float32[64, c] for each piece of channels.
+      weighted: float32[64, c].
       total, maximum: float32[64].
     """
 
-    weighted: tuple[Array, ...]
+    weighted: Array
     total: Array
     maximum: Array
 
 
-def empty(pieces: int, channels: int) -> Sums:
-    """The sums over no keys: ``pieces`` pieces of ``channels``."""
+def empty(channels: int) -> Sums:
+    """The sums over no keys."""
     by_row = plgpu.Layout.WGMMA.reduce(1)
     weighted = jnp.zeros((ROWS, channels), jnp.float32)
     return Sums(
-        (plgpu.layout_cast(weighted, plgpu.Layout.WGMMA),) * pieces,
+        plgpu.layout_cast(weighted, plgpu.Layout.WGMMA),
         plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), by_row),
         plgpu.layout_cast(jnp.full((ROWS,), _NOTHING, jnp.float32), by_row),
     )
 
 
-def products(rows: Any, keys: Any, pieces: int, size: int) -> Array:
+def products(rows: Any, keys: Any, parts: int, size: int) -> Array:
     """rows · keysᵀ, float32[64, size], in shared memory and awaited.
 
     Args:
-      rows: bfloat16[pieces, 64, c]; keys: bfloat16[pieces, size, c].
+      rows: bfloat16[parts, 64, c]; keys: bfloat16[parts, size, c].
     """
 
     def multiply(sums_ref: Any) -> Array:
-        for piece in range(pieces):
-            plgpu.wgmma(sums_ref, rows.at[piece], keys.at[piece].transpose((1, 0)))
+        for part in range(parts):
+            plgpu.wgmma(sums_ref, rows.at[part], keys.at[part].transpose((1, 0)))
         return sums_ref[...]
 
     return pl.run_scoped(multiply, _accumulator(size))
 
 
 def add_keys(
-    sums: Sums, logits: Array, values: Sequence[Any], weight_ref: Any
+    sums: Sums, logits: Array, values: Any, weight_ref: Any
 ) -> tuple[Sums, Array]:
     """(the sums with one more block of keys, the block's share of the total).
 
     Args:
       logits: float32[64, keys] in base 2; `MASKED` where a key is not seen.
-      values: for each piece bfloat16[keys, c] in shared memory, finite.
+      values: bfloat16[keys, c] in shared memory, finite.
       weight_ref: bfloat16[64, keys] of shared memory, this warpgroup's own.
 
     The share, float32[64], is relative to the new maximum, as the sums are.
@@ -90,16 +89,28 @@ def add_keys(
     weight_ref[...] = weights.astype(jnp.bfloat16)
     plgpu.commit_smem()
 
-    def add(weighted: Array, value: Any) -> Array:
-        def multiply(product_ref: Any) -> Array:
-            plgpu.wgmma(product_ref, weight_ref, value)
-            return product_ref[...]
-
-        product = pl.run_scoped(multiply, _accumulator(weighted.shape[1]))
-        return weighted * over_columns(factor, weighted.shape[1]) + product
-
-    weighted = tuple(map(add, sums.weighted, values))
+    weighted = sums.weighted * over_columns(factor, sums.weighted.shape[1])
+    weighted = _accumulate(weighted, weight_ref, values)
     return Sums(weighted, sums.total * factor + share, maximum), share
+
+
+def _accumulate(sums: Array, a: Any, b: Any) -> Array:
+    """sums + a·b, of a and b in shared memory, in the registers of the sums."""
+
+    def multiply(sums_ref: Any) -> None:
+        plgpu.wgmma(sums_ref, a, b)
+
+    if not current_target().interpreted:
+        initial: Any = plgpu.WGMMAAccumulatorRef.init(sums)
+        return pl.run_state(multiply)(initial)
+
+    # Interpretation knows no sums that start with a value. On a device the product's
+    # own registers would not fit beside those of the sums.
+    def product(sums_ref: Any) -> Array:
+        multiply(sums_ref)
+        return sums_ref[...]
+
+    return sums + pl.run_scoped(product, _accumulator(sums.shape[1]))
 
 
 def over_columns(x: Array, columns: int) -> Array:
@@ -127,17 +138,17 @@ def load_columns(ref: Any) -> Array:
     return plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
 
 
-def clear(ref: Any, seen: Array, pieces: int, size: int, channels: int) -> None:
-    """Zeros in the keys from ``seen`` of bfloat16[pieces, size, channels].
+def clear(ref: Any, seen: Array, parts: int, size: int, channels: int) -> None:
+    """Zeros in the keys from ``seen`` of bfloat16[parts, size, channels].
 
     A weight of zero does not keep NaN out of a product.
     """
 
-    @pl.loop(0, pieces)
-    def _(piece: Array) -> None:
+    @pl.loop(0, parts)
+    def _(part: Array) -> None:
         for row in range(0, size, ROWS):
             for column in range(0, channels, 64):
-                block = ref.at[piece, pl.ds(row, ROWS), pl.ds(column, 64)]
+                block = ref.at[part, pl.ds(row, ROWS), pl.ds(column, 64)]
                 x = plgpu.load(block, layout=plgpu.Layout.WGMMA)
                 index = plgpu.broadcasted_iota(
                     jnp.int32, (ROWS, 64), 0, layout=plgpu.Layout.WGMMA
@@ -158,10 +169,9 @@ def store(sums: Sums, refs: Any, at: tuple[Any, ...], row: Any, part: Any) -> No
       part: which of the warpgroups that divide the channels this is.
     """
     rows = pl.ds(row, ROWS)
-    pieces, channels = len(sums.weighted), sums.weighted[0].shape[1]
-    for i, weighted in enumerate(sums.weighted):
-        lanes = pl.ds((part * pieces + i) * channels, channels)
-        plgpu.store(refs.weighted.at[*at, rows, lanes], weighted, optimized=False)
+    channels = sums.weighted.shape[1]
+    lanes = pl.ds(part * channels, channels)
+    plgpu.store(refs.weighted.at[*at, rows, lanes], sums.weighted, optimized=False)
 
     @pl.when(part == 0)
     def _() -> None:

@@ -237,11 +237,10 @@ def _call(
     The latter two, float32[b, k, steps, rows], are relative to the maximum beside them.
     """
     size, stages, splits = config.block_k, config.stages, config.splits
-    parts, pieces, channels = shape.parts, shape.pieces, shape.channels
-    own_pieces = pieces // parts
+    parts, channels = shape.parts, shape.channels
     consumers = config.row_blocks * parts
     stored = ("key",) if shape.shared else ("key", "value")
-    copies = pieces * len(stored)
+    copies = parts * len(stored)
     padded = inputs["low"].shape[1]
     names = tuple(inputs)
     step_outputs = 0 if mass_block is None else 2
@@ -275,27 +274,27 @@ def _call(
                 plgpu.barrier_wait(freed.at[stage])
 
             for array, target in zip(stored, blocks, strict=True):
-                for piece in range(pieces):
+                for part in range(parts):
                     source = read[array].at[
                         row,
                         pl.ds(step * size, size),
                         head,
-                        pl.ds(piece * channels, channels),
+                        pl.ds(part * channels, channels),
                     ]
                     plgpu.copy_gmem_to_smem(
-                        source, target.at[stage, piece], barrier(stage)
+                        source, target.at[stage, part], barrier(stage)
                     )
             return stage
 
         def copy() -> None:
             for block in range(config.row_blocks):
                 rows = pl.ds(first_row + block * ROWS, ROWS)
-                for piece in range(pieces):
+                for part in range(parts):
                     plgpu.copy_gmem_to_smem(
                         read["query"].at[
-                            row, head, rows, pl.ds(piece * channels, channels)
+                            row, head, rows, pl.ds(part * channels, channels)
                         ],
-                        query.at[block, piece],
+                        query.at[block, part],
                         query_loaded.at[block],
                     )
 
@@ -315,7 +314,7 @@ def _call(
 
                 @pl.when(seen < size)
                 def _() -> None:
-                    flash_parts.clear(values.at[stage], seen, pieces, size, channels)
+                    flash_parts.clear(values.at[stage], seen, parts, size, channels)
 
                 for _copy in range(copies):
                     plgpu.barrier_arrive(loaded.at[stage])
@@ -341,7 +340,7 @@ def _call(
                 else:
                     position = columns(size) + first
                 plgpu.barrier_wait(loaded.at[stage])
-                logits = products(query.at[block], keys.at[stage], pieces, size)
+                logits = products(query.at[block], keys.at[stage], parts, size)
                 logits = logits * (scale * LOG2_E)
                 if slope is not None:
                     distance = over_columns(high - 1, size) - position
@@ -359,10 +358,9 @@ def _call(
                 else:
                     whole = (index >= whole_begin) & (index < whole_end)
                     logits = jax.lax.cond(whole, lambda x: x, masked, logits)
-                own_values = [
-                    values.at[stage, part * own_pieces + i] for i in range(own_pieces)
-                ]
-                sums, share = add_keys(sums, logits, own_values, weights.at[member])
+                sums, share = add_keys(
+                    sums, logits, values.at[stage, part], weights.at[member]
+                )
                 plgpu.barrier_arrive(freed.at[stage])
                 if shares:
                     at = (row, head, index, own)
@@ -374,7 +372,7 @@ def _call(
 
                 return sums
 
-            sums = jax.lax.fori_loop(begin, end, step, empty(own_pieces, channels))
+            sums = jax.lax.fori_loop(begin, end, step, empty(channels))
             flash_parts.store(sums, Partial(*out), (split, row, head), own_row, part)
 
         @pl.when(member < consumers)
@@ -402,12 +400,12 @@ def _call(
             for sizes in ((*lead, shape.h), lead, lead, *(by_step,) * step_outputs)
         ],
         scratch_types=[
-            shared(config.row_blocks, pieces, ROWS, channels),
-            *(shared(stages, pieces, size, channels) for _ in stored),
+            shared(config.row_blocks, parts, ROWS, channels),
+            *(shared(stages, parts, size, channels) for _ in stored),
             shared(consumers, ROWS, size),
             plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
             plgpu.Barrier(num_arrivals=consumers, num_barriers=stages),
-            plgpu.Barrier(num_arrivals=pieces, num_barriers=config.row_blocks),
+            plgpu.Barrier(num_arrivals=parts, num_barriers=config.row_blocks),
             plgpu.Barrier(num_arrivals=copies),
         ],
         grid=(shape.b, shape.k, padded // (config.row_blocks * ROWS), splits),
