@@ -6,14 +6,20 @@ from jaxtyping import Array, Bool, Int, UInt8
 
 from pallas_kernels.abi import Layout, LayoutError, check_stored
 from pallas_kernels.array_typing import Entries, Mass, Queries
-from pallas_kernels.dispatch import SM90, Dispatch, Implementation
+from pallas_kernels.dispatch import PORTABLE, SM90, Dispatch, Implementation
 from pallas_kernels.kv_quant.api import record_format
 from pallas_kernels.softmax import Partial, check_mass_block
-from pallas_kernels.sparse_attention import mosaic_gpu, packed, xla
+from pallas_kernels.sparse_attention import mosaic_gpu, packed, registers, xla
 
 DISPATCH = Dispatch(
     "sparse_attention",
     Implementation("mosaic_gpu", mosaic_gpu.sparse_attention, SM90, mosaic_gpu.refuses),
+    Implementation(
+        "mosaic_gpu_registers",
+        registers.sparse_attention,
+        PORTABLE,
+        registers.refuses,
+    ),
     Implementation("xla", xla.sparse_attention),
 )
 PACKED_DISPATCH = Dispatch(

@@ -11,6 +11,10 @@ from pallas_kernels.flash_parts import ROWS
 _SHARED_BYTES = 225 * 1024
 # The bandwidth of one multiprocessor's share of the memory times its latency, twice.
 _BYTES_COMING = 40 * 1024
+# Streaming multiprocessors of an H100 or H200 (SXM), each with room for one block.
+_PROCESSORS = 132
+# Fewer steps of a split would write more sums than they read entries.
+_LEAST_STEPS = 4
 # Most rows and columns that one bulk copy moves.
 _MOST_COPIED = 256
 
@@ -24,12 +28,14 @@ class Config:
       stages: blocks of entries that are ready for the matrix products.
       part: entries that are made ready at a time.
       parts: of entries on their way.
+      splits: parts that a list is divided into, each computed on its own.
     """
 
     block: int
     stages: int
     part: int
     parts: int
+    splits: int = 1
 
 
 class Sizes(NamedTuple):
@@ -90,41 +96,52 @@ class Sizes(NamedTuple):
         ready = config.stages * config.block * 2 * self.h * self.arrays
         coming = config.parts * config.part * self.staged * self.arrays
         weights = self.flash.parts * ROWS * config.block * 2
-        chosen = 4 * -(-self.c // config.block) * config.block
+        steps = -(-self.c // (config.block * config.splits))
+        chosen = 4 * steps * config.block
         return ROWS * 2 * self.h + ready + coming + weights + chosen
 
 
 def legal(sizes: Sizes) -> tuple[Config, ...]:
     """The configurations that sizes can be computed with."""
-    # Rows of less than 256 bytes or narrow tiles fill a warpgroup's lanes 32 at a time.
-    wide = sizes.record == 0 and sizes.flash.channels == 128
+    # Narrow tiles, and an odd number of them side by side, fill a warpgroup's lanes 32
+    # rows at a time.
+    wide = sizes.record == 0 and sizes.flash.channels % 128 == 0
     every = (
-        Config(block, stages, part, parts)
+        Config(block, stages, part, parts, splits)
         for block in (32, 64)
         for stages in (1, 2)
         for part in (16, 32, 64)
         for parts in (2, 4)
+        for splits in sorted({1, _splits(sizes, block)})
         if (16 if wide and block >= 64 else 32) <= part <= block
     )
     return tuple(
         c
         for c in every
         if sizes.shared_bytes(c) <= _SHARED_BYTES
-        and -(-sizes.c // c.block) <= _MOST_COPIED
+        and -(-sizes.c // (c.block * c.splits)) <= _MOST_COPIED
     )
+
+
+def _splits(sizes: Sizes, block: int) -> int:
+    """Splits that fill the device without more output than input; a power of two."""
+    blocks = max(sizes.b * sizes.t * sizes.k * -(-sizes.rows // ROWS), 1)
+    most = min(_PROCESSORS // blocks, sizes.c // (block * _LEAST_STEPS))
+    return 1 << max(most, 1).bit_length() - 1
 
 
 def best(configs: Sequence[Config], sizes: Sizes) -> Config:
     """The one that is expected to be fastest.
 
-    A second ready block hides how entries are made ready, and enough bytes on their way
-    hide the memory's latency; then the less shared memory, the more blocks run beside
-    each other.
+    Splits fill the device, a second ready block hides how entries are made ready, and
+    enough bytes on their way hide the memory's latency; then the less shared memory,
+    the more blocks run beside each other.
     """
 
-    def rank(config: Config) -> tuple[int, int, int]:
+    def rank(config: Config) -> tuple[int, ...]:
         coming = config.parts * config.part * sizes.staged * sizes.arrays
         return (
+            config.splits,
             config.stages,
             min(coming, _BYTES_COMING),
             -sizes.shared_bytes(config),

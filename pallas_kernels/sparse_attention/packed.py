@@ -6,7 +6,7 @@ a logit as long as the query has it too, and the sums get the old order back out
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +17,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import flash_config
 from pallas_kernels.device import Target
 from pallas_kernels.kv_quant.formats import format_named
-from pallas_kernels.softmax import Partial, group_heads, nothing
+from pallas_kernels.softmax import Partial
 from pallas_kernels.sparse_attention import mosaic_gpu, xla
 from pallas_kernels.sparse_attention.config import Config, Sizes, best, legal
+from pallas_kernels.sparse_attention.gather_sm90 import Fetch, attend
 
 # Words whose bytes fill the columns of one swizzled row each.
 _WORDS = 16
@@ -57,10 +58,8 @@ def refuses(
     config: Config | None = None,
 ) -> str | None:
     """Why a call is not served, or None."""
-    del target, scale, config
+    del target, scale, mass_block, config
     b, e, record = records.shape
-    if mass_block is not None:
-        return "does not return the attention mass"
     if format != "fp8":
         return f"reads fp8 records, not {format}"
     if rotary % (2 * _WORDS):
@@ -84,61 +83,62 @@ def sparse_attention(
     scale: float,
     mass_block: int | None = None,
     config: Config | None = None,
-) -> Partial:
+) -> Partial | tuple[Partial, Array]:
     """Softmax sums over chosen records; the query's gradient is XLA's.
 
     Args:
       query: bfloat16; the others as ``api.sparse_attention_packed``.
       format, rotary: of the records, see `kv_quant`.
-      mass_block: None.
       config: of `configurations`; None for the tuned or the default one.
     """
-    assert mass_block is None
     sizes = sizes_of(query, records, chosen)
+    options = _Options(format, rotary, scale, mass_block)
     if sizes.empty:
-        return nothing(group_heads(query, 1, scale))
+        return _xla(options, query, records, chosen)
     config = config or mosaic_gpu.choose("sparse_attention_packed", sizes)
-    return _attend(format, rotary, scale, config, query, records, chosen)
+    return _attend(options, config, query, records, chosen)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+class _Options(NamedTuple):
+    format: str
+    rotary: int
+    scale: float
+    mass_block: int | None
+
+
+def _xla(options: _Options, query: Array, records: Array, chosen: Array) -> Any:
+    return xla.sparse_attention_packed(query, records, chosen, **options._asdict())
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attend(
-    format: str,
-    rotary: int,
-    scale: float,
-    config: Config,
-    query: Array,
-    records: Array,
-    chosen: Array,
-) -> Partial:
-    sizes = sizes_of(query, records, chosen)
-    partial = mosaic_gpu.attend(
+    options: _Options, config: Config, query: Array, records: Array, chosen: Array
+) -> Partial | tuple[Partial, Array]:
+    sizes, rotary = sizes_of(query, records, chosen), options.rotary
+    result = attend(
         split_words(query, rotary),
         chosen,
         sizes,
-        _fetch(format, rotary, records, sizes, config),
-        scale,
-        config,
-        "sparse_attention_packed",
+        _fetch(options.format, rotary, records, sizes, config),
+        scale=options.scale,
+        mass_block=options.mass_block,
+        config=config,
+        name="sparse_attention_packed",
     )
-    return partial._replace(weighted=join_words(partial.weighted, rotary))
+    partial = result if isinstance(result, Partial) else result[0]
+    joined = partial._replace(weighted=join_words(partial.weighted, rotary))
+    return joined if isinstance(result, Partial) else (joined, result[1])
 
 
-def _forward(format, rotary, scale, config, query, records, chosen):
-    saved = (query, records, chosen)
-    return _attend(format, rotary, scale, config, *saved), saved
+def _forward(options, config, *saved):
+    return _attend(options, config, *saved), saved
 
 
-def _backward(format, rotary, scale, config, saved, slope):
+def _backward(options, config, saved, slope):
     del config
     query, records, chosen = saved
-
-    def differentiable(query):
-        return xla.sparse_attention_packed(
-            query, records, chosen, format=format, rotary=rotary, scale=scale
-        )
-
-    return *jax.vjp(differentiable, query)[1](slope), None, None
+    _, pull = jax.vjp(lambda query: _xla(options, query, records, chosen), query)
+    return *pull(slope), None, None
 
 
 _attend.defvjp(_forward, _backward)
@@ -172,7 +172,7 @@ def _reordered(
 
 def _fetch(
     format: str, rotary: int, records: Array, sizes: Sizes, config: Config
-) -> mosaic_gpu.Fetch:
+) -> Fetch:
     spec, channels = format_named(format), sizes.flash.channels
     swizzle = sizes.swizzle(config)
     blocks = (sizes.h - rotary) // spec.block
@@ -201,8 +201,8 @@ def _fetch(
         layout = plgpu.Layout.SMEM_GMEM_COPY((part, _WORDS), jnp.bfloat16, swizzle)
 
         def store(column: int, values: Array) -> None:
-            piece, column = divmod(column, channels)
-            target = tile.at[piece, :, pl.ds(column, _WORDS)]
+            warpgroup, column = divmod(column, channels)
+            target = tile.at[warpgroup, :, pl.ds(column, _WORDS)]
             target[...] = values.astype(jnp.bfloat16)
 
         def load(word: int) -> Array:
@@ -233,7 +233,7 @@ def _fetch(
                 column = start + (2 * chunk + i) * _WORDS
                 store(column, jax.lax.bitcast_convert_type(bits, jnp.float32))
 
-    return mosaic_gpu.Fetch(
+    return Fetch(
         (array,),
         lambda *lead: plgpu.SMEM((*lead, sizes.staged // 4), jnp.uint32),
         copies,

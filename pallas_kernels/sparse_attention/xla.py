@@ -86,11 +86,10 @@ def _attend(
     """Softmax sums over the keys and values [b, t·c, k, h] of entries [b, t·c]."""
     valid = chosen >= 0
     b, t, c = chosen.shape
-    mass = None
-    if mass_block is not None:
-        mass = jnp.zeros((b, t, -(-entries // mass_block)), jnp.float32)
     if entries * c == 0:
-        return nothing(q) if mass is None else (nothing(q), mass)
+        if mass_block is None:
+            return nothing(q)
+        return nothing(q), jnp.zeros((b, t, -(-entries // mass_block)), jnp.float32)
     index = jnp.maximum(chosen, 0).reshape(b, t * c)
 
     def place(x: Array) -> Array:
@@ -105,13 +104,20 @@ def _attend(
     weights, total, maximum = partial_softmax(logits, valid[:, None, :, None, :])
     weighted = jnp.einsum("bktgs,btskh->bktgh", weights, values)
     partial = Partial(weighted, total, maximum)
-    if mass_block is None or mass is None:
+    if mass_block is None:
         return partial
     share = jnp.mean(weights / jnp.where(total > 0, total, 1.0)[..., None], axis=(1, 3))
-    # Weights of -1 are zero, so that it does not matter which block they go to.
-    index = index.reshape(b, t, c) // mass_block
+    return partial, mass_of(share, chosen, entries, mass_block)
+
+
+def mass_of(share: Array, chosen: Array, entries: int, mass_block: int) -> Array:
+    """float32[b, t, blocks] of the shares [b, t, c] of chosen entries, 0 for -1."""
+    b, t, _ = chosen.shape
+    mass = jnp.zeros((b, t, -(-entries // mass_block)), jnp.float32)
     row, column = jnp.ogrid[:b, :t]
-    return partial, mass.at[row[..., None], column[..., None], index].add(
+    # As the share of -1 is zero, it does not matter which block it goes to.
+    index = jnp.maximum(chosen, 0) // mass_block
+    return mass.at[row[..., None], column[..., None], index].add(
         share, mode="promise_in_bounds"
     )
 

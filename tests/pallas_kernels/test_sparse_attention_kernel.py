@@ -54,7 +54,7 @@ def _agrees(partial, want) -> None:
     np.testing.assert_allclose(mass, log_sum, atol=_SUMS * np.abs(output).max())
 
 
-def _run(normal, sizes, config, *, shared) -> None:
+def _run(normal, sizes, config, *, shared, mass_block=None) -> None:
     b, t, e, n, k, h, c = sizes
     query, key = normal(b, t, n, h), normal(b, e, k, h)
     value = key if shared else normal(b, e, k, h)
@@ -65,11 +65,23 @@ def _run(normal, sizes, config, *, shared) -> None:
     key = jnp.where(poison, jnp.nan, key)
     value = key if shared else jnp.where(poison, jnp.nan, value)
     with interpreted():
-        partial = mosaic_gpu.sparse_attention(
-            query, key, value, jnp.asarray(chosen), scale=0.3, config=config
+        result = mosaic_gpu.sparse_attention(
+            query,
+            key,
+            value,
+            jnp.asarray(chosen),
+            scale=0.3,
+            mass_block=mass_block,
+            config=config,
         )
-        partial = jax.tree.map(np.asarray, partial)
+        result = jax.tree.map(np.asarray, result)
+    if mass_block is None:
+        return _agrees(result, want)
+    partial, mass = result
     _agrees(partial, want)
+    start = np.arange(0, e, mass_block)
+    want_mass = np.add.reduceat(want[2], start, axis=2)
+    np.testing.assert_allclose(mass, want_mass, atol=_WEIGHTS)
 
 
 @pytest.mark.parametrize("b", [1, 2])
@@ -79,8 +91,15 @@ def test_small_heads(b, normal):
 
 
 def test_shared(normal):
-    """Lists of several blocks and parts, ready two ahead."""
-    _run(normal, (1, 2, 40, 4, 1, 128, 70), Config(64, 2, 16, 4), shared=True)
+    """Lists of several blocks and parts, two ready ahead; mass of 7 entries each."""
+    sizes = (1, 2, 40, 4, 1, 128, 70)
+    _run(normal, sizes, Config(64, 2, 16, 4), shared=True, mass_block=7)
+
+
+def test_splits(normal):
+    """A list in two splits of which the second may be empty."""
+    sizes = (1, 2, 9, 4, 2, 64, 70)
+    _run(normal, sizes, Config(32, 1, 32, 2, 2), shared=True, mass_block=16)
 
 
 def test_wide(normal):
@@ -160,12 +179,16 @@ def _lists(*shape):
 
 # Name: (query, entries or records, lists) of V4-Flash, V4-Pro and ordinary heads.
 CALLS = {
-    "flash": (_abstract(4, 2, 64, 512), _abstract(4, 2**20, 1, 512), _lists(4, 2, 512)),
+    "flash": (
+        _abstract(8, 32, 64, 512),
+        _abstract(8, 2**20, 1, 512),
+        _lists(8, 32, 512),
+    ),
     "pro": (_abstract(1, 2, 128, 512), _abstract(1, 4096, 1, 512), _lists(1, 2, 1024)),
     "flash fp8": (
-        _abstract(8, 2, 64, 512),
+        _abstract(8, 32, 64, 512),
         _abstract(8, 2**20, 584, dtype=jnp.uint8),
-        _lists(8, 2, 512),
+        _lists(8, 32, 512),
     ),
     "pro fp8": (
         _abstract(1, 2, 128, 512),
@@ -173,7 +196,8 @@ CALLS = {
         _lists(1, 2, 1024),
     ),
     "grouped": (_abstract(2, 8, 32, 128), _abstract(2, 512, 8, 128), _lists(2, 8, 64)),
-    "small": (_abstract(1, 1, 4, 64), _abstract(1, 99, 1, 64), _lists(1, 1, 512)),
+    "small": (_abstract(1, 1, 4, 64), _abstract(1, 99, 1, 64), _lists(1, 1, 100)),
+    "odd": (_abstract(1, 2, 64, 384), _abstract(1, 99, 1, 384), _lists(1, 2, 33)),
 }
 
 
@@ -213,6 +237,23 @@ def test_every_configuration_lowers(name):
     for config in configs:
         text = lower(_function(name, config), *CALLS[name], device="h200")
         assert kernels(text) == 1, config
+
+
+def test_mass_and_splits_lower():
+    def function(query, key, chosen):
+        return sparse_attention(
+            query,
+            key,
+            key,
+            chosen,
+            scale=0.1,
+            mass_block=64,
+            implementation="mosaic_gpu",
+        )
+
+    query, key, chosen = CALLS["pro"]
+    assert mosaic_gpu.default(query, key, key, chosen).splits > 1
+    assert kernels(lower(function, query, key, chosen)) == 1
 
 
 def test_gradient_lowers():
@@ -269,20 +310,19 @@ def test_other_devices(device):
 
 
 @pytest.mark.parametrize(
-    ("query", "key", "c", "options", "reason"),
+    ("query", "c", "reason"),
     [
-        (_abstract(1, 1, 1, 64, dtype=jnp.float32), None, 4, {}, "multiplies bfloat16"),
-        (_abstract(1, 1, 1, 96), None, 4, {}, "channels a head, not 96"),
-        (_abstract(1, 1, 1, 64), None, 10**5, {}, "lists in shared memory"),
-        (_abstract(1, 1, 1, 64), None, 4, {"mass_block": 2}, "attention mass"),
+        (_abstract(1, 1, 1, 64, dtype=jnp.float32), 4, "multiplies bfloat16"),
+        (_abstract(1, 1, 1, 96), 4, "channels a head, not 96"),
+        (_abstract(1, 1, 1, 64), 10**7, "lists in shared memory"),
     ],
 )
-def test_refusals(query, key, c, options, reason):
+def test_refusals(query, c, reason):
     key = _abstract(1, 8, 1, query.shape[3], dtype=query.dtype)
     with pytest.raises(Unsupported, match=reason):
         lower(
             lambda q, k, i: sparse_attention(
-                q, k, k, i, scale=1.0, implementation="mosaic_gpu", **options
+                q, k, k, i, scale=1.0, implementation="mosaic_gpu"
             ),
             query,
             key,
