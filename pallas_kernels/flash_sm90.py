@@ -408,8 +408,10 @@ def _call(
             plgpu.Barrier(num_arrivals=parts, num_barriers=config.row_blocks),
             plgpu.Barrier(num_arrivals=copies),
         ],
-        grid=(shape.b, shape.k, padded // (config.row_blocks * ROWS), splits),
-        grid_names=("row", "head", "tile", "split"),
+        # Tiles last: CUDA takes 2^31 blocks along that axis, 2^16 along the one before
+        # it and along the product of the others.
+        grid=(shape.b, shape.k, splits, padded // (config.row_blocks * ROWS)),
+        grid_names=("row", "head", "split", "tile"),
         num_threads=consumers + 1,
         thread_name="warpgroup",
         kernel_name=name,
