@@ -66,21 +66,15 @@ def _run(arrays, places, *, config=None, visible_from=None, decay=None, **option
 def test_contiguous(b, t, n, k, h, window, shared, decay, config, normal, agrees):
     arrays, places = _case(normal, b, t, n, k, h, window, shared=shared)
     options = dict(window=window, scale=h**-0.5, decay=SLOPES if decay else None)
+    if b == 2 and t > 1:
+        # Packed documents: keys before the own one's start are not read.
+        column = np.arange(t)
+        start = np.stack([column - column % 5, 17 + np.where(column < 30, 0, 30)])
+        options["visible_from"] = start
     want = reference(*arrays, *places, **options)
     with interpreted():
         got = _run(arrays, places, contiguous=True, config=config, **options)
         agrees(got, want, atol=ATOL)
-
-
-def test_documents(normal, agrees):
-    """Packed documents: keys before the own one's start are not read."""
-    arrays, places = _case(normal, 2, 40, 2, 1, 64, 20)
-    column = np.arange(40)
-    start = np.stack([column - column % 5, 17 + np.where(column < 30, 0, 30)])
-    options = dict(window=20, scale=0.2, visible_from=start, decay=None)
-    want = reference(*arrays, *places, **options)
-    with interpreted():
-        agrees(_run(arrays, places, contiguous=True, **options), want, atol=ATOL)
 
 
 def test_ring(normal, agrees):
@@ -164,13 +158,15 @@ def _call(function, *, contiguous, shared=True, **options):
 def test_lowers_v4(n, device):
     """Prefill of 2^17 tokens, whose output has 2^32 numbers, and decode from a ring."""
     call = functools.partial(_call, window_attention, implementation="mosaic_gpu")
-    for t, s in ((2**17, 2**17 + 127), (1, 128), (3, 130)):
+    for t, s in ((2**17, 2**17 + 127), (1, 130)):
         arrays = _abstract(1, t, n, 1, 512, s)
-        text = lower(call(contiguous=t > 3), *arrays, device=device)
+        text = lower(call(contiguous=t > 1), *arrays, device=device)
         assert kernels(text) == 1
 
 
-@pytest.mark.parametrize("device", ["h100", "h200"])
+@pytest.mark.parametrize(
+    "device", ["h100", pytest.param("h200", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("h", [pytest.param(64, marks=pytest.mark.slow), 128])
 def test_lowers_every_configuration(h, device):
     arrays = _abstract(2, 33, 16, 4, h, 160)
