@@ -39,6 +39,7 @@ from pallas_kernels.flash_parts import (
     over_rows,
     products,
 )
+from pallas_kernels.launch import kernel
 from pallas_kernels.softmax import LOG2_E, MASKED, Partial
 
 # Rows of an array that the copies see as one tile.
@@ -393,7 +394,7 @@ def _call(
     lead = (splits, shape.b, shape.k, padded)
     by_step = (shape.b, shape.k, -(-shape.s // size), padded)
     pairs = shape.b * shape.k * shape.rows * shape.s
-    out = plgpu.kernel(
+    out = kernel(
         body,
         out_type=[
             jax.ShapeDtypeStruct(sizes, jnp.float32)

@@ -18,6 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.kv_quant import registers
 from pallas_kernels.kv_quant.formats import Format
 from pallas_kernels.kv_quant.registers import TILE
+from pallas_kernels.launch import kernel
 
 PARTS = 3
 PROCESSORS = 132
@@ -221,7 +222,7 @@ def run(
                 _pack(plan, out, out_ref, tile_of(i), size)
 
     flops = 2 * n * (width * width * PARTS + TILE * width * 2 * PARTS)
-    return plgpu.kernel(
+    return kernel(
         body,
         out_type=out_type,
         scratch_types=scratch,

@@ -14,6 +14,8 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.launch import kernel
+
 # Rows of one product, by the instruction.
 _ROWS = 64
 LANES = 128
@@ -188,7 +190,7 @@ def _stream(
                 )
 
     products = rows * heads * blocks * block
-    return plgpu.kernel(
+    return kernel(
         body,
         out_type=out_type,
         scratch_types=[
@@ -256,7 +258,7 @@ def merge(scores: Array, index: Array, *, groups: int, depth: int) -> tuple[Arra
         _store(kept, [out_ref.at[row, group] for out_ref in out_refs])
 
     shape = (rows, groups, depth, block)
-    return plgpu.kernel(
+    return kernel(
         body,
         out_type=[jax.ShapeDtypeStruct(shape, x.dtype) for x in (scores, index)],
         grid=(rows, groups),

@@ -17,6 +17,7 @@ from pallas_kernels.device import Target
 from pallas_kernels.kv_quant import registers, xla
 from pallas_kernels.kv_quant.formats import Format, format_named
 from pallas_kernels.kv_quant.registers import TILE
+from pallas_kernels.launch import kernel
 from pallas_kernels.tiles import by_tiles
 
 
@@ -114,7 +115,7 @@ def _pack(spec: Format, x: Array, *, rotary: int, size: int) -> Array:
         scales += [scales[0] >> 8] * (words * width - used)
         registers.put_scales(put, spec, scales, scale_at)
 
-    out = plgpu.kernel(
+    out = kernel(
         body,
         out_type=jax.ShapeDtypeStruct((n, words), word),
         grid=(n // TILE,),
@@ -162,7 +163,7 @@ def _unpack(spec: Format, records: Array, *, channels: int, rotary: int) -> Arra
             )
             put(pl.ds((channels - rotary) // 2, rotary // 2), tail)
 
-    out = plgpu.kernel(
+    out = kernel(
         body,
         out_type=jax.ShapeDtypeStruct((n, channels // 2), jnp.uint32),
         grid=(n // TILE,),

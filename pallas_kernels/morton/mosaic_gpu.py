@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.launch import kernel
 from pallas_kernels.morton import xla
 from pallas_kernels.morton.bits import gather, spread
 
@@ -33,7 +33,7 @@ def encode(coordinates: Array, *, bits: int) -> Array:
             code = code | part << axis
         out_ref[tile] = code
 
-    codes = plgpu.kernel(
+    codes = kernel(
         body,
         out_type=jax.ShapeDtypeStruct((tiles, TILE), jnp.uint32),
         grid=(tiles,),
@@ -62,7 +62,7 @@ def decode(codes: Array, *, dimensions: int, bits: int) -> Array:
         for axis in range(dimensions):
             out_ref[axis, tile] = gather(code >> axis, dimensions, bits)
 
-    coordinates = plgpu.kernel(
+    coordinates = kernel(
         body,
         out_type=jax.ShapeDtypeStruct((dimensions, tiles, TILE), jnp.uint32),
         grid=(tiles,),

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.device import Target
+from pallas_kernels.launch import kernel
 from pallas_kernels.pool import xla
 
 _LANES = 128
@@ -124,7 +124,7 @@ def _pool(
         out_ref[row, group, pl.ds(first, width)] = carry[2] / carry[1]
 
     read = b * groups * slots * channels * len(sources)
-    return plgpu.kernel(
+    return kernel(
         body,
         out_type=jax.ShapeDtypeStruct((b, groups, channels), jnp.float32),
         grid=(b, groups, channels // width),

@@ -21,6 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import flash_parts
 from pallas_kernels.flash_parts import ROWS
 from pallas_kernels.flash_sm90 import merge_splits
+from pallas_kernels.launch import kernel
 from pallas_kernels.softmax import LOG2_E, MASKED, Partial
 from pallas_kernels.sparse_attention.config import Config, Sizes
 from pallas_kernels.sparse_attention.xla import mass_of
@@ -266,7 +267,7 @@ def _call(
     by_step = (*lead[:-1], chosen.shape[3], padded)
     pairs = b * t * k * padded * sizes.c
     entry_bytes = (sizes.record or 2 * h) * arrays
-    out = plgpu.kernel(
+    out = kernel(
         body,
         out_type=[
             *(jax.ShapeDtypeStruct(s, jnp.float32) for s in ((*lead, h), lead, lead)),

@@ -18,6 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.device import Target
 from pallas_kernels.flash_parts import ROWS, load_columns, over_columns, over_rows
 from pallas_kernels.flash_sm90 import merge_splits
+from pallas_kernels.launch import kernel
 from pallas_kernels.softmax import LOG2_E, MASKED, Partial, group_heads, nothing
 from pallas_kernels.sparse_attention import xla
 
@@ -141,7 +142,7 @@ def _attend(
     lead = (splits, b, k, t, ROWS)
     pairs = b * t * n * c
     size = entries[0].dtype.itemsize
-    sums = plgpu.kernel(
+    sums = kernel(
         body,
         out_type=[
             jax.ShapeDtypeStruct(s, jnp.float32) for s in ((*lead, h), lead, lead)
