@@ -1,7 +1,8 @@
 """Tries the configurations of the kernels of a case, on the device.
 
 python -m experiments.bench_kernels.tune      adds the shapes of all GPU cases to the
-tables of `pallas_kernels/tuned`, as waiting for a device; needs none.
+tables of `pallas_kernels/tuned`, as waiting for a device, in place of those that waited
+before; needs none.
 """
 
 import math
@@ -159,14 +160,15 @@ def waiting(device: str) -> list[tuned.Entry]:
 
 
 def add_waiting(device: str, directory: Path = tuned.DIRECTORY) -> Path:
-    """Writes the device's table with those of `waiting` that it lacks."""
+    """Writes the device's table with what was measured and, where not, with `waiting`."""
     kind = DEVICES[device].device_kind
     table = tuned.load(kind, directory)
-    if table is None:
-        table = tuned.Table(device_kind=kind, jax=None, entries=())
-    known = {entry.key for entry in table.entries}
-    new = [entry for entry in waiting(device) if entry.key not in known]
-    return tuned.write(table.updated(new, jax=table.jax), directory)
+    measured = () if table is None else table.entries
+    measured = [entry for entry in measured if entry.config is not None]
+    version = None if table is None else table.jax
+    empty = tuned.Table(device_kind=kind, jax=None, entries=())
+    new = empty.updated([*waiting(device), *measured], jax=version)
+    return tuned.write(new, directory)
 
 
 if __name__ == "__main__":
