@@ -160,7 +160,7 @@ def waiting(device: str) -> list[tuned.Entry]:
 
 
 def add_waiting(device: str, directory: Path = tuned.DIRECTORY) -> Path:
-    """Writes the device's table with what was measured and, where not, with `waiting`."""
+    """Writes the device's table: what was measured, and `waiting` where nothing was."""
     kind = DEVICES[device].device_kind
     table = tuned.load(kind, directory)
     measured = () if table is None else table.entries
