@@ -3,9 +3,9 @@
 With contiguous keys a tile of rows reads the blocks of its own band and no others. From
 a ring it reads every slot, in whatever order, and compares the slots' positions.
 
-Few queries fill few rows of a tile of 64. The products of the empty rows cost nothing
-that matters: those of 64 keys of 128 channels take a multiprocessor's tensor cores a
-quarter of the time in which it gets the keys and values from memory.
+Few queries fill few rows of a tile of 64. By an H100's peak rates (not measured) the
+empty rows cost nothing that matters: the products of 64 keys of 128 channels take a
+multiprocessor a quarter of the time in which it gets them from memory.
 """
 
 import functools
