@@ -5,6 +5,7 @@ tables of `pallas_kernels/tuned`, as waiting for a device, in place of those tha
 before; needs none.
 """
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -25,27 +26,27 @@ from pallas_kernels.timing import interleaved
 TABLES = ("h100", "h200")
 
 
-def kernel_of(case: Case) -> Contender | None:
-    """The contender that is our kernel, where this device can have one."""
-    return next(
-        (
-            each
-            for each in case.contenders
-            if each.ours and each.platform in (None, jax.default_backend())
-        ),
-        None,
-    )
+def asks(case: Case) -> tuple[Contender, list[tuned.Question]] | None:
+    """The first of our implementations that serves a case, and what it asks for."""
+    for each in case.contenders:
+        if each.ours and each.platform in (None, jax.default_backend()):
+            try:
+                return each, questions(each, case)
+            except Unsupported:
+                continue
+    return None
 
 
 def questions(contender: Contender, case: Case) -> list[tuned.Question]:
-    """What the contender's kernels ask their tables for; one for each operation."""
+    """What the contender's kernels ask their tables for; one for each operation.
+
+    Raises:
+      Unsupported: it does not serve the case.
+    """
     arrays = {name: given.abstract for name, given in case.arrays.items()}
     with tuned.recorded() as asked:
-        try:
-            # A function of its own, because JAX keeps what it traced.
-            jax.eval_shape(lambda arrays: contender.function(arrays), arrays)
-        except Unsupported:
-            return []
+        # A function of its own, because JAX keeps what it traced.
+        jax.eval_shape(lambda arrays: contender.function(arrays), arrays)
     return list({question.op: question for question in asked}.values())
 
 
@@ -70,10 +71,10 @@ def tune_case(
     Raises:
       NoConfiguration: every configuration failed.
     """
-    kernel = kernel_of(case)
-    if kernel is None:
+    serving = asks(case)
+    if serving is None:
         return {}
-    asked = questions(kernel, case)
+    kernel, asked = serving
     found: dict[str, tuple[tuned.Question, Tuning[Any]]] = {}
     arrays = make_arrays(case, seed) if asked else {}
     for number, question in enumerate(asked):
@@ -105,8 +106,8 @@ def configs(case: Case, directory: Path) -> dict[str, Any]:
 
     Empty where kernels read that directory themselves.
     """
-    kernel = kernel_of(case)
-    if kernel is None or directory == tuned.DIRECTORY:
+    serving = None if directory == tuned.DIRECTORY else asks(case)
+    if serving is None:
         return {}
     return {
         question.op: tuned.choose(
@@ -116,7 +117,7 @@ def configs(case: Case, directory: Path) -> dict[str, Any]:
             question.legal,
             directory=directory,
         )
-        for question in questions(kernel, case)
+        for question in serving[1]
     }
 
 
@@ -144,13 +145,14 @@ def waiting(device: str) -> list[tuned.Entry]:
     """
     entries = {}
     for case in cases("gpu"):
-        with jax.sharding.use_abstract_mesh(abstract_mesh(device)):
-            asked = [
-                question
-                for each in case.contenders
-                if each.ours and each.platform is not None
-                for question in questions(each, case)
-            ]
+        asked: list[tuned.Question] = []
+        for each in case.contenders:
+            if each.ours and each.platform is not None:
+                with (
+                    jax.sharding.use_abstract_mesh(abstract_mesh(device)),
+                    contextlib.suppress(Unsupported),
+                ):
+                    asked += questions(each, case)
         for question in asked:
             entry = tuned.Entry(
                 op=question.op, sizes=question.sizes, dtype=question.dtype

@@ -20,6 +20,7 @@ from experiments.bench_kernels.config import OPS, Config
 from experiments.bench_kernels.heads import Heads
 from experiments.bench_kernels.measure import Disagreement, measure, ratios
 from pallas_kernels import tuned
+from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.lowering import DEVICES, abstract_mesh, kernels, lower
 from pallas_kernels.timing import Times
 
@@ -73,8 +74,14 @@ def test_tuned_configurations_are_lowered(device):
         arrays = {name: given.abstract for name, given in case.arrays.items()}
         for each in case.contenders:
             if each.ours and each.platform is not None:
-                text = lower(each.function, arrays, device=device)
-                assert kernels(text) == 1, (case.stage, each.name)
+                try:
+                    text = lower(each.function, arrays, device=device)
+                except Unsupported:
+                    # The best one serves all: see above.
+                    assert not each.name.startswith("mosaic_gpu ")
+                    assert each.name != "mosaic_gpu"
+                    continue
+                assert kernels(text) >= 1, (case.stage, each.name)
 
 
 def two(first, second, **fields) -> Case:
