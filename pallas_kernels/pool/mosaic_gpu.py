@@ -127,8 +127,9 @@ def _pool(
     return kernel(
         body,
         out_type=jax.ShapeDtypeStruct((b, groups, channels), jnp.float32),
-        grid=(b, groups, channels // width),
-        grid_names=("row", "group", "channels"),
+        # Groups last: CUDA takes 2^31 blocks along that axis and 2^16 along others.
+        grid=(b, channels // width, groups),
+        grid_names=("row", "channels", "group"),
         kernel_name="pool" if len(sources) == 1 else "overlapping_pool",
         cost_estimate=pl.CostEstimate(
             flops=5 * read,
