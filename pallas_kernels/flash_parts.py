@@ -12,6 +12,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import launch
 from pallas_kernels.device import current_target
 from pallas_kernels.softmax import MASKED
 
@@ -171,11 +172,11 @@ def store(sums: Sums, refs: Any, at: tuple[Any, ...], row: Any, part: Any) -> No
     rows = pl.ds(row, ROWS)
     channels = sums.weighted.shape[1]
     lanes = pl.ds(part * channels, channels)
-    plgpu.store(refs.weighted.at[*at, rows, lanes], sums.weighted, optimized=False)
+    launch.store(refs.weighted.at[*at, rows, lanes], sums.weighted)
 
     @pl.when(part == 0)
     def _() -> None:
         seen = sums.total > 0
         maximum = jnp.where(seen, sums.maximum, jnp.full_like(sums.maximum, MASKED))
-        plgpu.store(refs.total.at[*at, rows], sums.total, optimized=False)
-        plgpu.store(refs.maximum.at[*at, rows], maximum, optimized=False)
+        launch.store(refs.total.at[*at, rows], sums.total)
+        launch.store(refs.maximum.at[*at, rows], maximum)

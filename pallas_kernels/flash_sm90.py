@@ -39,7 +39,7 @@ from pallas_kernels.flash_parts import (
     over_rows,
     products,
 )
-from pallas_kernels.launch import kernel
+from pallas_kernels.launch import kernel, store
 from pallas_kernels.softmax import LOG2_E, MASKED, Partial
 
 # Rows of an array that the copies see as one tile.
@@ -369,7 +369,7 @@ def _call(
                     @pl.when(part == 0)
                     def _() -> None:
                         for ref, x in zip(shares, (share, sums.maximum), strict=True):
-                            plgpu.store(ref.at[*at], x, optimized=False)
+                            store(ref.at[*at], x)
 
                 return sums
 

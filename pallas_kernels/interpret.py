@@ -3,12 +3,21 @@
 import contextlib
 from collections.abc import Iterator
 
+import jax
+
 # The reset has no public name in JAX 0.11 and 0.12.
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.device import assumed_target, target_of
 from pallas_kernels.lowering import DEVICES
+
+
+_LEAST_JAX = (0, 12)
+
+
+class CannotInterpret(RuntimeError):
+    """This JAX does not interpret kernels as their tests need it."""
 
 
 @contextlib.contextmanager
@@ -22,7 +31,13 @@ def interpreted(device: str = "h200", *, detect_races: bool = True) -> Iterator[
     Args:
       device: a name of ``lowering.DEVICES``.
       detect_races: raise when two threads touch one address without order.
+
+    Raises:
+      CannotInterpret: before JAX 0.12, which prints races and goes on, and refuses
+        barriers whose last phase one thread need not see.
     """
+    if jax.__version_info__ < _LEAST_JAX:
+        raise CannotInterpret(f"needs JAX 0.12, this is {jax.__version__}")
     params = plgpu.InterpretGPUParams(detect_races=detect_races)
     target = target_of(DEVICES[device])._replace(interpreted=True)
     gpu_callbacks.reset_gpu_interpret_mode_state()

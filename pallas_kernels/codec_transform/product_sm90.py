@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.kv_quant import registers
 from pallas_kernels.kv_quant.formats import Format
 from pallas_kernels.kv_quant.registers import TILE
-from pallas_kernels.launch import kernel
+from pallas_kernels.launch import kernel, store
 
 PARTS = 3
 PROCESSORS = 132
@@ -217,7 +217,7 @@ def run(
             if plan.unpacks is None:
                 pl.when(i + config.stages < steps)(lambda: fetch(i + config.stages))
             if plan.packs is None:
-                plgpu.store(out_ref.at[tile_of(i)], out[0], optimized=False)
+                store(out_ref.at[tile_of(i)], out[0])
             else:
                 _pack(plan, out, out_ref, tile_of(i), size)
 
@@ -325,7 +325,7 @@ def _pack(plan: Plan, halves: list[Array], out_ref: Any, rows: Any, size: int) -
 
     def put(column: Any, value: Array) -> None:
         value = value.astype(registers.word(spec))
-        plgpu.store(out_ref.at[rows, column], value, optimized=False)
+        store(out_ref.at[rows, column], value)
 
     pairs = spec.block // 2
     scales: list[Array] = []

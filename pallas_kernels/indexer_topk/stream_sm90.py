@@ -14,7 +14,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.launch import kernel
+from pallas_kernels.launch import kernel, store
 
 # Rows of one product, by the instruction.
 _ROWS = 64
@@ -147,7 +147,7 @@ def _stream(
                     score = products(slot, at)
                     if depth is None:
                         target = out_refs[0].at[mine, pl.ds(start + at, _ROWS)]
-                        plgpu.store(target, score, optimized=False)
+                        store(target, score)
                     else:
                         score_smem[worker, pl.ds(at, _ROWS)] = score
                 plgpu.barrier_arrive(done.at[slot])

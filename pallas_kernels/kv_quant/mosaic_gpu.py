@@ -11,13 +11,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.device import Target
 from pallas_kernels.kv_quant import registers, xla
 from pallas_kernels.kv_quant.formats import Format, format_named
 from pallas_kernels.kv_quant.registers import TILE
-from pallas_kernels.launch import kernel
+from pallas_kernels.launch import kernel, store
 from pallas_kernels.tiles import by_tiles
 
 
@@ -97,7 +96,7 @@ def _pack(spec: Format, x: Array, *, rotary: int, size: int) -> Array:
         rows = pl.ds(jax.lax.axis_index("tile") * TILE, TILE)
 
         def put(column: Any, value: Array) -> None:
-            plgpu.store(out_ref.at[rows, column], value.astype(word), optimized=False)
+            store(out_ref.at[rows, column], value.astype(word))
 
         scales: list[Array] = []
         for block in range(blocks):
@@ -143,7 +142,7 @@ def _unpack(spec: Format, records: Array, *, channels: int, rotary: int) -> Arra
         rows = pl.ds(jax.lax.axis_index("tile") * TILE, TILE)
 
         def put(column: Any, value: Array) -> None:
-            plgpu.store(out_ref.at[rows, column], value, optimized=False)
+            store(out_ref.at[rows, column], value)
 
         for block in range(blocks):
             codes = registers.load(word_ref.at[rows, pl.ds(block * pairs, pairs)])

@@ -4,17 +4,13 @@ import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from pallas_kernels.flash_config import Shape
+from pallas_kernels.flash_config import Shape, usual_splits
 from pallas_kernels.flash_parts import ROWS
 
 # Of shared memory per block, less what barriers and reductions take.
 _SHARED_BYTES = 225 * 1024
 # The bandwidth of one multiprocessor's share of the memory times its latency, twice.
 _BYTES_COMING = 40 * 1024
-# Streaming multiprocessors of an H100 or H200 (SXM), each with room for one block.
-_PROCESSORS = 132
-# Fewer steps of a split would write more sums than they read entries.
-_LEAST_STEPS = 4
 # Most rows and columns that one bulk copy moves.
 _MOST_COPIED = 256
 
@@ -124,10 +120,9 @@ def legal(sizes: Sizes) -> tuple[Config, ...]:
 
 
 def _splits(sizes: Sizes, block: int) -> int:
-    """Splits that fill the device without more output than input; a power of two."""
-    blocks = max(sizes.b * sizes.t * sizes.k * -(-sizes.rows // ROWS), 1)
-    most = min(_PROCESSORS // blocks, sizes.c // (block * _LEAST_STEPS))
-    return 1 << max(most, 1).bit_length() - 1
+    """`usual_splits` where every query has a list of its own."""
+    lists = sizes.flash._replace(b=sizes.b * sizes.t, s=sizes.c)
+    return usual_splits(lists, block)
 
 
 def best(configs: Sequence[Config], sizes: Sizes) -> Config:

@@ -21,7 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import flash_parts
 from pallas_kernels.flash_parts import ROWS
 from pallas_kernels.flash_sm90 import merge_splits
-from pallas_kernels.launch import kernel
+from pallas_kernels.launch import kernel, store
 from pallas_kernels.softmax import LOG2_E, MASKED, Partial
 from pallas_kernels.sparse_attention.config import Config, Sizes
 from pallas_kernels.sparse_attention.xla import mass_of
@@ -230,7 +230,7 @@ def _call(
 
                     @pl.when(member == 0)
                     def _() -> None:
-                        plgpu.store(kept[1].at[*at], sums.maximum, optimized=False)
+                        store(kept[1].at[*at], sums.maximum)
                         plgpu.copy_smem_to_gmem(weights.at[0], kept[0].at[*at])
                         # The next step writes its weights to the same place.
                         plgpu.wait_smem_to_gmem(0, wait_read_only=True)

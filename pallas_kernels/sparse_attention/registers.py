@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.device import Target
 from pallas_kernels.flash_parts import ROWS, load_columns, over_columns, over_rows
 from pallas_kernels.flash_sm90 import merge_splits
-from pallas_kernels.launch import kernel
+from pallas_kernels.launch import kernel, store
 from pallas_kernels.softmax import LOG2_E, MASKED, Partial, group_heads, nothing
 from pallas_kernels.sparse_attention import xla
 
@@ -137,7 +137,7 @@ def _attend(
         )
         sums = jax.lax.fori_loop(0, own // _AT_ONCE, fold, start)
         for ref, x in zip(out, sums, strict=True):
-            plgpu.store(ref.at[split, row, head, token], x, optimized=False)
+            store(ref.at[split, row, head, token], x)
 
     lead = (splits, b, k, t, ROWS)
     pairs = b * t * n * c
