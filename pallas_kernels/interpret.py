@@ -12,7 +12,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.device import assumed_target, target_of
 from pallas_kernels.lowering import DEVICES
 
-
 _LEAST_JAX = (0, 12)
 
 

@@ -70,7 +70,7 @@ def test_race_is_found():
 
         return plgpu.kernel(body, out_type=x, grid=(2,), grid_names=("i",))(x)
 
-    with pytest.raises(Exception, match="race"), interpreted():
+    with interpreted(), pytest.raises(Exception, match="race"):
         jax.block_until_ready(racing(jnp.ones(128)))
     with interpreted():
         np.testing.assert_array_equal(np.asarray(_double(jnp.ones(128))), 2)
