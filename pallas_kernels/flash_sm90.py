@@ -39,11 +39,13 @@ from pallas_kernels.flash_parts import (
     over_rows,
     products,
 )
-from pallas_kernels.launch import kernel, store
+from pallas_kernels.launch import computing_registers, kernel, store
 from pallas_kernels.softmax import LOG2_E, MASKED, Partial
 
 # Rows of an array that the copies see as one tile.
 _COPIED_ROWS = 8
+# Registers of a thread of the warpgroup that copies.
+_COPYING = 40
 
 
 class Rows(NamedTuple):
@@ -379,13 +381,14 @@ def _call(
         @pl.when(member < consumers)
         def _() -> None:
             if consumers > 1:
-                plgpu.set_max_registers(232, action="increase")
+                registers = computing_registers(consumers, _COPYING)
+                plgpu.set_max_registers(registers, action="increase")
             multiply()
 
         @pl.when(member == consumers)
         def _() -> None:
             if consumers > 1:
-                plgpu.set_max_registers(40, action="decrease")
+                plgpu.set_max_registers(_COPYING, action="decrease")
             copy()
 
     def shared(*sizes: int) -> Any:

@@ -1,6 +1,7 @@
 """What Mosaic GPU kernels need, for every JAX that the project allows."""
 
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,12 +11,34 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 # JAX 0.11 takes no cost estimate.
 _ESTIMATES = "cost_estimate" in inspect.signature(plgpu.kernel).parameters
+# What CUDA takes along the last axis of a grid, the one before it, and the others.
+_MOST_BLOCKS = (2**31 - 1, 2**16 - 1, 2**16 - 1)
+# Of a multiprocessor, and of a thread: some of the 255 that an instruction can name are
+# the compiler's own.
+_REGISTERS = 2**16
+_MOST_REGISTERS = 232
 
 
 def kernel(
-    body: Callable[..., Any], *, cost_estimate: pl.CostEstimate, **kwargs: Any
+    body: Callable[..., Any],
+    *,
+    grid: tuple[int, ...],
+    cost_estimate: pl.CostEstimate,
+    **kwargs: Any,
 ) -> Callable[..., Any]:
-    """``plgpu.kernel(body, cost_estimate=cost_estimate, **kwargs)``."""
+    """``plgpu.kernel(body, grid=grid, cost_estimate=cost_estimate, **kwargs)``.
+
+    Raises:
+      ValueError: CUDA would not launch so many blocks, which lowering does not check.
+    """
+    *others, second, last = (1, 1, *grid)
+    blocks = (last, second, math.prod(others))
+    if any(size > most for size, most in zip(blocks, _MOST_BLOCKS, strict=True)):
+        raise ValueError(
+            f"grid {grid}: expected at most {_MOST_BLOCKS[0]} blocks along the last "
+            f"axis, {_MOST_BLOCKS[1]} along the one before and the others together"
+        )
+    kwargs["grid"] = grid
     if _ESTIMATES:
         kwargs["cost_estimate"] = cost_estimate
     return plgpu.kernel(body, **kwargs)
@@ -27,3 +50,18 @@ def store(ref: Any, value: Array) -> None:
         plgpu.store(ref, value, optimized=False)
     else:  # JAX 0.11
         ref[...] = value
+
+
+def computing_registers(warpgroups: int, copying: int) -> int:
+    """Registers that a thread of each computing warpgroup can have.
+
+    Args:
+      warpgroups: that compute; one more copies.
+      copying: registers that a thread of that one keeps.
+
+    A block starts with all registers divided evenly, a multiple of 8 to each thread.
+    ``set_max_registers`` moves them between warpgroups; for more it waits forever.
+    """
+    every = warpgroups + 1
+    each = _REGISTERS // (128 * every) // 8 * 8
+    return min((each * every - copying) // warpgroups // 8 * 8, _MOST_REGISTERS)

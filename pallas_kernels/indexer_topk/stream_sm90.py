@@ -14,14 +14,15 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.launch import kernel, store
+from pallas_kernels.launch import computing_registers, kernel, store
 
 # Rows of one product, by the instruction.
 _ROWS = 64
 LANES = 128
-# Registers of a thread of the warpgroup that only copies, and those that compute.
-_COPYING = 40
-COMPUTING = {1: 232, 2: 232, 4: 112}
+# Registers of a thread of the warpgroup that only copies, by queries of a block, and of
+# those that compute.
+_COPYING = {1: 40, 2: 40, 4: 32}
+COMPUTING = {n: computing_registers(n, copying) for n, copying in _COPYING.items()}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -172,7 +173,7 @@ def _stream(
         @pl.when(worker == queries)
         def _copy():
             if queries > 1:
-                plgpu.set_max_registers(_COPYING, action="decrease")
+                plgpu.set_max_registers(_COPYING[queries], action="decrease")
 
             @pl.loop(0, steps)
             def _step(i):
@@ -205,8 +206,9 @@ def _stream(
             plgpu.Barrier(num_barriers=stages),
             plgpu.Barrier(num_arrivals=queries, num_barriers=stages),
         ],
-        grid=(b, columns // queries, splits),
-        grid_names=("row", "group", "split"),
+        # Groups last: CUDA takes 2^31 blocks along that axis and 2^16 along others.
+        grid=(b, splits, columns // queries),
+        grid_names=("row", "split", "group"),
         num_threads=queries + 1,
         thread_name="worker",
         kernel_name="indexer_scores" if depth is None else "indexer_topk",

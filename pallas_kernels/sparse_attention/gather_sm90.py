@@ -21,10 +21,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import flash_parts
 from pallas_kernels.flash_parts import ROWS
 from pallas_kernels.flash_sm90 import merge_splits
-from pallas_kernels.launch import kernel, store
+from pallas_kernels.launch import computing_registers, kernel, store
 from pallas_kernels.softmax import LOG2_E, MASKED, Partial
 from pallas_kernels.sparse_attention.config import Config, Sizes
 from pallas_kernels.sparse_attention.xla import mass_of
+
+# Registers of a thread that copies and makes entries ready.
+_COPYING = 88
 
 
 class Fetch(NamedTuple):
@@ -125,6 +128,7 @@ def _call(
     consumers, channels = shape.parts, shape.channels
     arrays, size, stages = len(fetch.arrays), config.block, config.stages
     per_step = size // config.part
+    row_tiles = padded // ROWS
     outputs = 2 if weigh else 0
 
     def body(query_ref, chosen_ref, used_ref, *refs) -> None:
@@ -133,10 +137,9 @@ def _call(
         rows_ref, list_ref, weights, *scratch = scratch
         staged, tiles = scratch[:arrays], scratch[arrays:][:arrays]
         query_copied, list_copied, copied, loaded, freed = scratch[2 * arrays :]
-        row, token, head, tile, split = (
-            jax.lax.axis_index(axis)
-            for axis in ("row", "query", "head", "tile", "split")
-        )
+        row, head, block = (jax.lax.axis_index(x) for x in ("row", "head", "block"))
+        rest, split = _divided(block, config.splits)
+        token, tile = _divided(rest, row_tiles)
         member = jax.lax.axis_index("warpgroup")
         steps = used_ref[row, token, split]
         first_row = tile * ROWS
@@ -246,13 +249,14 @@ def _call(
         @pl.when(member < consumers)
         def _() -> None:
             if consumers > 1:
-                plgpu.set_max_registers(208, action="increase")
+                registers = computing_registers(consumers, _COPYING)
+                plgpu.set_max_registers(registers, action="increase")
             multiply()
 
         @pl.when(member == consumers)
         def _() -> None:
             if consumers > 1:
-                plgpu.set_max_registers(96, action="decrease")
+                plgpu.set_max_registers(_COPYING, action="decrease")
             bring()
 
     def tiled(*lead: int) -> Any:
@@ -288,8 +292,10 @@ def _call(
             plgpu.Barrier(num_barriers=stages),
             plgpu.Barrier(num_arrivals=consumers, num_barriers=stages),
         ],
-        grid=(b, t, k, padded // ROWS, config.splits),
-        grid_names=("row", "query", "head", "tile", "split"),
+        # Queries along the last axis, of which CUDA takes 2^31 blocks. Tiles of one
+        # query stay neighbours: they read the same entries.
+        grid=(b, k, t * row_tiles * config.splits),
+        grid_names=("row", "head", "block"),
         num_threads=consumers + 1,
         thread_name="warpgroup",
         kernel_name=name,
@@ -304,3 +310,7 @@ def _call(
         ),
     )(query, chosen, used, *fetch.arrays)
     return Partial(*out[:3]), (out[3], out[4]) if weigh else None
+
+
+def _divided(x: Array, y: int) -> tuple[Array, Array]:
+    return jax.lax.div(x, y), jax.lax.rem(x, y)

@@ -196,6 +196,8 @@ SHAPES = [
     ((1, 1, 4, 32, 262144), 512),
     ((3, 2, 5, 16, 1040), 4),
     ((128, 1, 64, 128, 262144), 512),
+    # More groups of queries than CUDA takes blocks along any axis but a grid's last.
+    ((1, 2**18, 64, 128, 4096), 512),
 ]
 
 

@@ -184,6 +184,12 @@ CALLS = {
         _abstract(8, 2**20, 1, 512),
         _lists(8, 32, 512),
     ),
+    # More queries than CUDA takes blocks along any axis but a grid's last.
+    "prefill": (
+        _abstract(1, 2**17, 64, 512),
+        _abstract(1, 2**15, 1, 512),
+        _lists(1, 2**17, 512),
+    ),
     "pro": (_abstract(1, 2, 128, 512), _abstract(1, 4096, 1, 512), _lists(1, 2, 1024)),
     "flash fp8": (
         _abstract(8, 32, 64, 512),
@@ -374,7 +380,7 @@ def test_masked_attention_has_no_kernel(normal):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", sorted(CALLS.keys() - {"prefill"}))
 def test_on_a_device(name, normal):
     """Both implementations, on fewer entries."""
     query, entries, chosen = CALLS[name]
