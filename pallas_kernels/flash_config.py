@@ -111,10 +111,14 @@ def refuses(query: Any, key: Any, value: Any) -> str | None:
     for x in (query, key, value):
         if x.dtype != jnp.bfloat16:
             return f"multiplies bfloat16, not {x.dtype}"
-    h = query.shape[3]
+    b, _, n, h = query.shape
     parts = -(-h // _MOST_CHANNELS)
     if not 0 < parts <= 2 or h % (64 * parts):
         return f"takes 64, 128, 192, 256, 384 or 512 channels a head, not {h}"
+    _, s, k, _ = key.shape
+    for x in (key, value):
+        if x.shape != (b, s, k, h) or n % k:
+            return f"takes keys and values of queries {query.shape}, not {x.shape}"
     return None
 
 

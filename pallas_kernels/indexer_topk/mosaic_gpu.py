@@ -28,6 +28,9 @@ _MOST_HEADS = 128
 _MOST_CHANNELS = 256
 # Splits whose candidates are merged by one block.
 _MERGED = 8
+# For XLA's part of the scores: by default it rounds float32 on tensor cores, and would
+# rank the last entries otherwise than the kernel ranks those before.
+_EXACT = "highest"
 # Expected number of slots of a query that keep too few, if scores are independent.
 _RARE = 1e-4
 
@@ -172,7 +175,8 @@ def indexer_topk(
             worst.append((scores[:, :, -1], index[:, :, -1]))
     shape = (b, t, -1)
     whole = blocks * config.block
-    tail = xla.masked_scores(query, weight, key[:, :, whole:], visible, whole, 0)
+    with jax.default_matmul_precision(_EXACT):
+        tail = xla.masked_scores(query, weight, key[:, :, whole:], visible, whole, 0)
     entry = jnp.broadcast_to(jnp.arange(whole, size, dtype=jnp.int32), tail.shape)
     chosen = _best(
         jnp.concatenate([scores.reshape(shape), tail], axis=-1),
@@ -187,11 +191,12 @@ def indexer_topk(
     )
     least, last = chosen[1][..., -1:], chosen[0][..., -1:]
     full = (score > least) | ((score == least) & (at <= last) & (at >= 0))
-    return jax.lax.cond(
-        jnp.any(full),
-        lambda: xla.indexer_topk(query, weight, key, visible, k=k),
-        lambda: chosen,
-    )
+    with jax.default_matmul_precision(_EXACT):
+        return jax.lax.cond(
+            jnp.any(full),
+            lambda: xla.indexer_topk(query, weight, key, visible, k=k),
+            lambda: chosen,
+        )
 
 
 def _choose(op: str, query: Any, weight: Any, key: Any, *args: Any, **sizes: int):
@@ -274,7 +279,8 @@ def _scores(config: Config, query: Array, weight: Array, key: Array) -> Array:
     out = out.reshape(b, t, key.shape[2])
     if whole == key.shape[2]:
         return out
-    rest = xla.indexer_scores(query, weight, key[:, :, whole:])
+    with jax.default_matmul_precision(_EXACT):
+        rest = xla.indexer_scores(query, weight, key[:, :, whole:])
     return out.at[:, :, whole:].set(rest)
 
 
