@@ -106,20 +106,22 @@ def _attend(
     partial = Partial(weighted, total, maximum)
     if mass_block is None:
         return partial
-    share = jnp.mean(weights / jnp.where(total > 0, total, 1.0)[..., None], axis=(1, 3))
+    # A product: cheaper than to divide every weight before the mean over the heads.
+    factor = 1 / (jnp.where(total > 0, total, 1.0) * (q.shape[1] * q.shape[3]))
+    share = jnp.einsum("bktgs,bktg->bts", weights, factor)
     return partial, mass_of(share, chosen, entries, mass_block)
 
 
 def mass_of(share: Array, chosen: Array, entries: int, mass_block: int) -> Array:
     """float32[b, t, blocks] of the shares [b, t, c] of chosen entries, 0 for -1."""
     b, t, _ = chosen.shape
-    mass = jnp.zeros((b, t, -(-entries // mass_block)), jnp.float32)
-    row, column = jnp.ogrid[:b, :t]
+    blocks = -(-entries // mass_block)
+    first = blocks * jnp.arange(b * t, dtype=jnp.int32).reshape(b, t, 1)
     # As the share of -1 is zero, it does not matter which block it goes to.
-    index = jnp.maximum(chosen, 0) // mass_block
-    return mass.at[row[..., None], column[..., None], index].add(
-        share, mode="promise_in_bounds"
-    )
+    index = first + jnp.maximum(chosen, 0) // mass_block
+    mass = jnp.zeros((b * t * blocks,), jnp.float32)
+    mass = mass.at[index.reshape(-1)].add(share.reshape(-1), mode="promise_in_bounds")
+    return mass.reshape(b, t, blocks)
 
 
 @typed
