@@ -12,11 +12,11 @@ logits: exchanging them would take as long, because products that are half as wi
 bound by reading shared memory. Where values are the keys, each block is read once.
 
 General, for kernels that fetch keys in another way: `flash_parts` (the softmax over one
-more block of keys, the output), `rows_of`, `merge_splits` and `by_token`.
+more block of keys, the output) and `flash_rows`.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +39,7 @@ from pallas_kernels.flash_parts import (
     over_rows,
     products,
 )
+from pallas_kernels.flash_rows import Rows, merge_splits
 from pallas_kernels.launch import computing_registers, kernel, store
 from pallas_kernels.softmax import LOG2_E, MASKED, Partial
 
@@ -46,40 +47,6 @@ from pallas_kernels.softmax import LOG2_E, MASKED, Partial
 _COPIED_ROWS = 8
 # Registers of a thread of the warpgroup that copies.
 _COPYING = 40
-
-
-class Rows(NamedTuple):
-    """The rows of a grouped query, [b, k, t·g] in the order (t, g).
-
-    Attributes:
-      query: bfloat16[b, k, r, h].
-      low, high: int32[b, r]: the row sees keys at low..high-1.
-      slope: float32[k, r], by which a base-2 logit falls per position of distance from
-        high - 1; None for none.
-    """
-
-    query: Array
-    low: Array
-    high: Array
-    slope: Array | None = None
-
-
-def rows_of(
-    query: Array, kv_heads: int, low: Array, high: Array, decay: Array | None = None
-) -> Rows:
-    """Rows of query [b, t, n, h], low and high int32[b, t], decay float[n] in nats.
-
-    No copy where there is one key/value head.
-    """
-    b, t, n, h = query.shape
-    g = n // kv_heads
-    grouped = query.reshape(b, t, kv_heads, g, h).transpose(0, 2, 1, 3, 4)
-    slope = None
-    if decay is not None:
-        slope = decay.astype(jnp.float32).reshape(kv_heads, 1, g) * LOG2_E
-        slope = jnp.broadcast_to(slope, (kv_heads, t, g)).reshape(kv_heads, t * g)
-    low, high = (jnp.repeat(x.astype(jnp.int32), g, axis=1) for x in (low, high))
-    return Rows(grouped.reshape(b, kv_heads, t * g, h), low, high, slope)
 
 
 def attend(
@@ -181,29 +148,6 @@ def _copyable(x: Array, axis: int, least: int) -> Array:
     """
     size = x.shape[axis]
     return _pad(x, axis, max(-(-size // _COPIED_ROWS) * _COPIED_ROWS, least))
-
-
-def merge_splits(partial: Partial) -> Partial:
-    """The sums over keys that were divided along the first axis."""
-    if partial.total.shape[0] == 1:
-        return Partial(*(x[0] for x in partial))
-    maximum = jnp.max(partial.maximum, axis=0)
-    factor = jnp.exp2(partial.maximum - maximum)
-    return Partial(
-        jnp.sum(partial.weighted * factor[..., None], axis=0),
-        jnp.sum(partial.total * factor, axis=0),
-        maximum,
-    )
-
-
-def by_token(partial: Partial, group: int) -> Partial:
-    """Rows [b, k, t·g, ...] as [b, k, t, g, ...], of ``group`` heads each."""
-    return Partial(
-        *(
-            x.reshape(*x.shape[:2], x.shape[2] // group, group, *x.shape[3:])
-            for x in partial
-        )
-    )
 
 
 def _bounds(low: Array, high: Array, s: int, config: Config) -> Array:

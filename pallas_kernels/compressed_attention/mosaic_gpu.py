@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels import flash_config, flash_sm90, tuned
+from pallas_kernels import flash_config, flash_rows, flash_sm90, tuned
 from pallas_kernels.compressed_attention import xla
 from pallas_kernels.device import Target
 from pallas_kernels.flash_config import Config, shape_of
@@ -117,7 +117,7 @@ def _attention(options: _Options, numbers: Numbers, places: Places) -> Sums:
     group = query.shape[2] // k
     low = jnp.zeros_like(visible) if visible_from is None else visible_from
     partial, mass = flash_sm90.attend(
-        flash_sm90.rows_of(query, k, low, visible),
+        flash_rows.rows_of(query, k, low, visible),
         key,
         value,
         scale=options.scale,
@@ -130,7 +130,7 @@ def _attention(options: _Options, numbers: Numbers, places: Places) -> Sums:
         b, t = visible.shape
         mass = mass.reshape(b, k, t, group, mass.shape[3])
         mass = jnp.mean(mass, axis=(1, 3))
-    return flash_sm90.by_token(partial, group), mass
+    return flash_rows.by_token(partial, group), mass
 
 
 def _forward(

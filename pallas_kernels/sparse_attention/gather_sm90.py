@@ -20,7 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import flash_parts
 from pallas_kernels.flash_parts import ROWS
-from pallas_kernels.flash_sm90 import merge_splits
+from pallas_kernels.flash_rows import merge_splits
 from pallas_kernels.launch import computing_registers, kernel, store
 from pallas_kernels.softmax import LOG2_E, MASKED, Partial
 from pallas_kernels.sparse_attention.config import Config, Sizes

@@ -17,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.device import Target
 from pallas_kernels.flash_parts import ROWS, load_columns, over_columns, over_rows
-from pallas_kernels.flash_sm90 import merge_splits
+from pallas_kernels.flash_rows import merge_splits
 from pallas_kernels.launch import kernel, store
 from pallas_kernels.softmax import LOG2_E, MASKED, Partial, group_heads, nothing
 from pallas_kernels.sparse_attention import xla

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels import flash_config, flash_sm90, tuned
+from pallas_kernels import flash_config, flash_rows, flash_sm90, tuned
 from pallas_kernels.device import Target
 from pallas_kernels.flash_config import Config, shape_of
 from pallas_kernels.softmax import Partial
@@ -98,7 +98,7 @@ def _attention(options: _Options, numbers: Numbers, places: Places) -> Partial:
     if options.contiguous:
         first = key_position[:, :1]
         low, high = low - first, high - first
-    rows = flash_sm90.rows_of(query, key.shape[2], low, high, decay)
+    rows = flash_rows.rows_of(query, key.shape[2], low, high, decay)
     partial, _ = flash_sm90.attend(
         rows,
         key,
@@ -108,7 +108,7 @@ def _attention(options: _Options, numbers: Numbers, places: Places) -> Partial:
         key_position=None if options.contiguous else key_position,
         name="window_attention",
     )
-    return flash_sm90.by_token(partial, query.shape[2] // key.shape[2])
+    return flash_rows.by_token(partial, query.shape[2] // key.shape[2])
 
 
 def _forward(
