@@ -1,6 +1,7 @@
 """Test-wide settings; they must be made before JAX starts."""
 
 import os
+from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Compiling is most of the suite's time, and unoptimised code compiles 2-3 times
@@ -17,6 +18,20 @@ if directory := os.environ.get("JAX_COMPILATION_CACHE_DIR"):
 
 if hasattr(nnx, "set_graph_mode"):
     nnx.set_graph_mode(False)
+
+
+# Each compiled function holds memory mappings. Linux gives a process 65,530, and a
+# compiler that gets no more of them dies, so what was compiled is dropped in time.
+_MAPPINGS, _MAPS, _TESTS_BETWEEN = 30_000, Path("/proc/self/maps"), 16
+_finished = 0
+
+
+def pytest_runtest_logfinish():
+    global _finished
+    _finished += 1
+    if _finished % _TESTS_BETWEEN == 0 and _MAPS.exists():
+        if len(_MAPS.read_bytes().splitlines()) > _MAPPINGS:
+            jax.clear_caches()
 
 
 def pytest_collection_modifyitems(config, items):
