@@ -7,13 +7,12 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from pallas_kernels.flash_parts import ROWS
+from pallas_kernels.launch import PROCESSORS
 
 # Of shared memory per block, less what barriers and reductions take.
 _SHARED_BYTES = 224 * 1024
 # Most channels of 64 float32 sums that one warpgroup's registers hold.
 _MOST_CHANNELS = 256
-# Streaming multiprocessors of an H100 or H200 (SXM), each with room for one block.
-_PROCESSORS = 132
 # Fewer steps would write more sums than they read keys.
 _LEAST_STEPS = 4
 
@@ -158,5 +157,5 @@ def best(configs: Sequence[Config]) -> Config:
 def usual_splits(shape: Shape, block_k: int = 64) -> int:
     """Splits that fill the device without more output than input; a power of two."""
     blocks = max(shape.b * shape.k * -(-shape.rows // ROWS), 1)
-    most = min(_PROCESSORS // blocks, shape.s // (block_k * _LEAST_STEPS))
+    most = min(PROCESSORS // blocks, shape.s // (block_k * _LEAST_STEPS))
     return 1 << max(most, 1).bit_length() - 1

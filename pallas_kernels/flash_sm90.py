@@ -40,7 +40,7 @@ from pallas_kernels.flash_parts import (
     products,
 )
 from pallas_kernels.flash_rows import Rows, merge_splits
-from pallas_kernels.launch import computing_registers, kernel, store
+from pallas_kernels.launch import divide_warpgroups, kernel, store
 from pallas_kernels.softmax import LOG2_E, MASKED, Partial
 
 # Rows of an array that the copies see as one tile.
@@ -322,18 +322,7 @@ def _call(
             sums = jax.lax.fori_loop(begin, end, step, empty(channels))
             flash_parts.store(sums, Partial(*out), (split, row, head), own_row, part)
 
-        @pl.when(member < consumers)
-        def _() -> None:
-            if consumers > 1:
-                registers = computing_registers(consumers, _COPYING)
-                plgpu.set_max_registers(registers, action="increase")
-            multiply()
-
-        @pl.when(member == consumers)
-        def _() -> None:
-            if consumers > 1:
-                plgpu.set_max_registers(_COPYING, action="decrease")
-            copy()
+        divide_warpgroups(member, consumers, _COPYING, multiply, copy)
 
     def shared(*sizes: int) -> Any:
         return plgpu.SMEM(sizes, jnp.bfloat16, transforms=TILING)

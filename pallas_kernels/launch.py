@@ -9,6 +9,9 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+PROCESSORS = 132
+"""Streaming multiprocessors of an H100 or H200 (SXM)."""
+
 # JAX 0.11 takes no cost estimate.
 _ESTIMATES = "cost_estimate" in inspect.signature(plgpu.kernel).parameters
 # What CUDA takes along the last axis of a grid, the one before it, and the others.
@@ -65,3 +68,32 @@ def computing_registers(warpgroups: int, copying: int) -> int:
     every = warpgroups + 1
     each = _REGISTERS // (128 * every) // 8 * 8
     return min((each * every - copying) // warpgroups // 8 * 8, _MOST_REGISTERS)
+
+
+def divide_warpgroups(
+    member: Array,
+    warpgroups: int,
+    copying: int,
+    compute: Callable[[], None],
+    copy: Callable[[], None],
+) -> None:
+    """Runs ``compute`` in the first warpgroups of a block and ``copy`` in one more.
+
+    Args:
+      member: int32[], which warpgroup this is.
+      warpgroups, copying: as `computing_registers`. One warpgroup that computes has
+        registers enough as a block starts, and none are moved then.
+    """
+
+    @pl.when(member < warpgroups)
+    def _() -> None:
+        if warpgroups > 1:
+            registers = computing_registers(warpgroups, copying)
+            plgpu.set_max_registers(registers, action="increase")
+        compute()
+
+    @pl.when(member == warpgroups)
+    def _() -> None:
+        if warpgroups > 1:
+            plgpu.set_max_registers(copying, action="decrease")
+        copy()

@@ -20,20 +20,22 @@ from pallas_kernels.compressed_attention import api as compressed
 from pallas_kernels.softmax import finish
 from pallas_kernels.sparse_attention import api as sparse
 
-# -- compressed ------------------------------------------------------------------------
 
+def _call(
+    operation: Callable[..., Any], entries: str, heads: Heads, **fixed: Any
+) -> Callable[..., Any]:
+    """Attention over the entries that one array names, normalised.
 
-def compressed_call(heads: Heads, **fixed: Any) -> Callable[..., Any]:
-    """Attention over all visible entries, normalised; with mass where asked for."""
+    With the mass of each block where ``mass_block`` is among the fixed arguments.
+    """
 
     def call(arrays: Arrays, *, implementation: str):
-        result = compressed.compressed_attention(
+        result = operation(
             arrays["query"],
             arrays["key"],
             value(arrays),
-            arrays["visible"],
+            arrays[entries],
             scale=heads.h**-0.5,
-            static=False,
             implementation=implementation,
             **fixed,
         )
@@ -42,6 +44,15 @@ def compressed_call(heads: Heads, **fixed: Any) -> Callable[..., Any]:
         return finish(result, None)
 
     return call
+
+
+# -- compressed ------------------------------------------------------------------------
+
+
+def compressed_call(heads: Heads, **fixed: Any) -> Callable[..., Any]:
+    """Attention over all visible entries."""
+    operation = compressed.compressed_attention
+    return _call(operation, "visible", heads, static=False, **fixed)
 
 
 def dense_entries(arrays: Arrays):
@@ -150,23 +161,8 @@ def mass_compressed(
 
 
 def sparse_call(heads: Heads, **fixed: Any) -> Callable[..., Any]:
-    """Attention over chosen entries, normalised; with mass where asked for."""
-
-    def call(arrays: Arrays, *, implementation: str):
-        result = sparse.sparse_attention(
-            arrays["query"],
-            arrays["key"],
-            value(arrays),
-            arrays["chosen"],
-            scale=heads.h**-0.5,
-            implementation=implementation,
-            **fixed,
-        )
-        if "mass_block" in fixed:
-            return finish(result[0], None), result[1]
-        return finish(result, None)
-
-    return call
+    """Attention over chosen entries."""
+    return _call(sparse.sparse_attention, "chosen", heads, **fixed)
 
 
 def decode_sparse(

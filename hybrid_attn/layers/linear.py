@@ -22,7 +22,7 @@ def row_product(row: Array, weights: Array, index: Array | int) -> Array:
     """row @ weights[index], reading the chosen matrix where it lies.
 
     Args:
-      row: float[k]; weights: float[m, k, n].
+      row: float[k]; weights: float[m, k, n]; index: int32[] in 0..m-1.
 
     Returns:
       float[n].

@@ -21,9 +21,9 @@ from pallas_kernels.abi import MEMORY_RULES
 from pallas_kernels.device import Target
 from pallas_kernels.indexer_topk import stream_sm90, xla
 from pallas_kernels.indexer_topk.stream_sm90 import LANES, Config
+from pallas_kernels.launch import PROCESSORS
 
 _CAPABILITY = (9, 0)
-_PROCESSORS = 132
 _MOST_HEADS = 128
 _MOST_CHANNELS = 256
 # Splits whose candidates are merged by one block.
@@ -208,7 +208,7 @@ def _choose(op: str, query: Any, weight: Any, key: Any, *args: Any, **sizes: int
 
 def _usual_splits(groups: int, blocks: int) -> int:
     """As many as give each processor a block."""
-    return min(blocks, -(-_PROCESSORS // groups))
+    return min(blocks, -(-PROCESSORS // groups))
 
 
 def _fits(

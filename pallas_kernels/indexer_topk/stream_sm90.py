@@ -14,7 +14,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.launch import computing_registers, kernel, store
+from pallas_kernels.launch import computing_registers, divide_warpgroups, kernel, store
 
 # Rows of one product, by the instruction.
 _ROWS = 64
@@ -110,10 +110,7 @@ def _stream(
         used = jnp.minimum((most + (block - 1)) // block, blocks)
         steps = (used - split + (splits - 1)) // splits
 
-        @pl.when(worker < queries)
-        def _compute():
-            if queries > 1:
-                plgpu.set_max_registers(COMPUTING[queries], action="increase")
+        def compute() -> None:
             mine = first + worker
             plgpu.copy_gmem_to_smem(
                 query_ref.at[mine], query_smem.at[worker], query_barrier.at[worker]
@@ -170,11 +167,7 @@ def _stream(
             kept = jax.lax.fori_loop(0, steps, step, _nothing(depth, block))
             _store(kept, [out_ref.at[mine, split] for out_ref in out_refs])
 
-        @pl.when(worker == queries)
-        def _copy():
-            if queries > 1:
-                plgpu.set_max_registers(_COPYING[queries], action="decrease")
-
+        def copy() -> None:
             @pl.loop(0, steps)
             def _step(i):
                 slot = jax.lax.rem(i, stages)
@@ -189,6 +182,8 @@ def _stream(
                     key_smem.at[slot],
                     key_barrier.at[slot],
                 )
+
+        divide_warpgroups(worker, queries, _COPYING[queries], compute, copy)
 
     products = rows * heads * blocks * block
     return kernel(

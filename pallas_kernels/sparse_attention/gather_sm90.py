@@ -21,7 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import flash_parts
 from pallas_kernels.flash_parts import ROWS
 from pallas_kernels.flash_rows import merge_splits
-from pallas_kernels.launch import computing_registers, kernel, store
+from pallas_kernels.launch import divide_warpgroups, kernel, store
 from pallas_kernels.softmax import LOG2_E, MASKED, Partial
 from pallas_kernels.sparse_attention.config import Config, Sizes
 from pallas_kernels.sparse_attention.xla import mass_of
@@ -246,18 +246,7 @@ def _call(
             at = (split, row, head, token)
             flash_parts.store(sums, Partial(*out), at, first_row, member)
 
-        @pl.when(member < consumers)
-        def _() -> None:
-            if consumers > 1:
-                registers = computing_registers(consumers, _COPYING)
-                plgpu.set_max_registers(registers, action="increase")
-            multiply()
-
-        @pl.when(member == consumers)
-        def _() -> None:
-            if consumers > 1:
-                plgpu.set_max_registers(_COPYING, action="decrease")
-            bring()
+        divide_warpgroups(member, consumers, _COPYING, multiply, bring)
 
     def tiled(*lead: int) -> Any:
         swizzle = sizes.swizzle(config)
