@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from hybrid_attn.layers.linear import GroupedLinear, row_product
+from hybrid_attn.layers.linear import GroupedLinear, Linear, row_product
 
 
 @pytest.mark.parametrize("k", [1, 7, 12, 64])
@@ -35,4 +35,13 @@ def test_one_row_of_a_grouped_product_equals_many():
     x = jnp.asarray(np.random.default_rng(1).normal(size=(4, 24)), jnp.float32)
     many = layer(x)
     for row in range(4):
+        np.testing.assert_allclose(layer(x[row : row + 1])[0], many[row], atol=1e-5)
+
+
+@pytest.mark.parametrize("inputs", [100, 128])
+def test_one_row_of_a_large_product_equals_many(inputs):
+    layer = Linear(inputs, 256, rngs=nnx.Rngs(0))
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(3, inputs)), jnp.float32)
+    many = layer(x)
+    for row in range(3):
         np.testing.assert_allclose(layer(x[row : row + 1])[0], many[row], atol=1e-5)
