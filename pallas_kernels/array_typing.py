@@ -1,5 +1,8 @@
 """Shape annotations that are checked when a function is called or traced.
 
+What does not fit raises `jaxtyping.TypeCheckError`, which names the function, the
+parameter, what was given and what was expected.
+
 Axes: b batch, t query, s key, n query heads, k key/value heads, g group, h head dim,
 e entries, c channels, i indexer heads.
 """

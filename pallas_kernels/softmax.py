@@ -87,6 +87,15 @@ def check_mass_block(mass_block: int | None) -> None:
         raise ValueError(f"mass_block {mass_block}: expected at least 1, or None")
 
 
+def check_groups(query: Array, key: Array) -> None:
+    """Refuses key/value heads [b, s, k, h] that do not divide the query heads."""
+    heads, kv_heads = query.shape[2], key.shape[2]
+    if kv_heads == 0 or heads % kv_heads:
+        raise ValueError(
+            f"{heads} query heads over {kv_heads} key/value heads: expected a multiple"
+        )
+
+
 def group_heads(query: Array, kv_heads: int, scale: float) -> Array:
     """[b, t, n, h] -> float32[b, k, t, g, h], times scale·log2(e)."""
     b, t, n, h = query.shape

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Float, UInt8
 
 from pallas_kernels.abi import Layout, LayoutError
+from pallas_kernels.array_typing import typed
 from pallas_kernels.codec_transform import mosaic_gpu, xla
 from pallas_kernels.codec_transform.bases import basis
 from pallas_kernels.dispatch import SM90, Dispatch, Implementation
@@ -36,14 +37,16 @@ UNPACK_DISPATCH = Dispatch(
     Implementation("xla", xla.unpack_inverse),
 )
 
-Basis = str | Float[Array, "p q"] | None
+TokenBasis = str | Float[Array, "s s"] | None
+ChannelBasis = str | Float[Array, "c c"] | None
 
 
+@typed
 def transform(
     x: Float[Array, "n s c"],
     *,
-    tokens: Basis = None,
-    channels: Basis = None,
+    tokens: TokenBasis = None,
+    channels: ChannelBasis = None,
     implementation: str | None = None,
 ) -> Float[Array, "n s c"]:
     """The coefficients of groups of rows in an orthonormal basis, in float32.
@@ -65,11 +68,12 @@ def transform(
     return DISPATCH(x, *matrices, implementation=implementation)
 
 
+@typed
 def inverse(
     x: Float[Array, "n s c"],
     *,
-    tokens: Basis = None,
-    channels: Basis = None,
+    tokens: TokenBasis = None,
+    channels: ChannelBasis = None,
     implementation: str | None = None,
 ) -> Float[Array, "n s c"]:
     """The rows that have these coefficients; arguments as `transform`."""
@@ -77,6 +81,7 @@ def inverse(
     return INVERSE_DISPATCH(x, *matrices, implementation=implementation)
 
 
+@typed
 def hadamard(
     x: Float[Array, "*n c"], *, implementation: str | None = None
 ) -> Float[Array, "*n c"]:
@@ -93,12 +98,13 @@ def hadamard(
     return out.reshape(x.shape)
 
 
+@typed
 def transform_pack(
     x: Float[Array, "n s c"],
     *,
     format: str,
-    tokens: Basis = None,
-    channels: Basis = None,
+    tokens: TokenBasis = None,
+    channels: ChannelBasis = None,
     alignment: int = 1,
     implementation: str | None = None,
 ) -> UInt8[Array, "n s r"]:
@@ -123,12 +129,13 @@ def transform_pack(
     )
 
 
+@typed
 def unpack_inverse(
     records: UInt8[Array, "n s r"],
     layout: Layout,
     *,
-    tokens: Basis = None,
-    channels: Basis = None,
+    tokens: TokenBasis = None,
+    channels: ChannelBasis = None,
     dtype: DTypeLike = jnp.float32,
     implementation: str | None = None,
 ) -> Float[Array, "n s c"]:
@@ -157,9 +164,9 @@ def unpack_inverse(
 
 
 def _matrices(
-    shape: tuple[int, ...], tokens: Basis, channels: Basis
+    shape: tuple[int, ...], tokens: TokenBasis, channels: ChannelBasis
 ) -> tuple[jax.Array | None, jax.Array | None]:
-    def matrix(given: Basis, size: int) -> jax.Array | None:
+    def matrix(given: str | jax.Array | None, size: int) -> jax.Array | None:
         if isinstance(given, str):
             return jnp.asarray(basis(given, size))
         return given

@@ -3,10 +3,10 @@
 from typing import overload
 
 from pallas_kernels.abi import Layout, check_stored
-from pallas_kernels.array_typing import Entries, Mass, Queries, Visible
+from pallas_kernels.array_typing import Entries, Mass, Queries, Visible, typed
 from pallas_kernels.compressed_attention import mosaic_gpu, xla
 from pallas_kernels.dispatch import SM90, Dispatch, Implementation
-from pallas_kernels.softmax import Partial, check_mass_block
+from pallas_kernels.softmax import Partial, check_groups, check_mass_block
 
 DISPATCH = Dispatch(
     "compressed_attention",
@@ -50,6 +50,7 @@ def compressed_attention(
 ) -> tuple[Partial, Mass]: ...
 
 
+@typed
 def compressed_attention(
     query: Queries,
     key: Entries,
@@ -82,13 +83,15 @@ def compressed_attention(
       averaged over query heads. A row adds up to 1, or to 0 where it may read none.
 
     Raises:
-      ValueError: ``mass_block`` is not positive.
+      ValueError: ``mass_block`` is not positive, or the key/value heads do not divide
+        the query heads.
       LayoutError: key or value is not as described.
       Unsupported: the named implementation does not serve the call.
 
     Source: the boundary rule and joint softmax of DeepSeek-V4 (arXiv 2606.19348).
     """
     check_mass_block(mass_block)
+    check_groups(query, key)
     check_stored(entry_layout, ENTRY_AXES, key, "compressed_attention key")
     check_stored(entry_layout, ENTRY_AXES, value, "compressed_attention value")
     return DISPATCH(

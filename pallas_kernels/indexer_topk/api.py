@@ -1,9 +1,9 @@
 """Lightning-indexer scores and the choice of the best entries."""
 
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels.abi import Layout, check_stored
-from pallas_kernels.array_typing import Visible
+from pallas_kernels.array_typing import Visible, typed
 from pallas_kernels.dispatch import SM90, Dispatch, Implementation
 from pallas_kernels.indexer_topk import mosaic_gpu, xla
 
@@ -26,6 +26,7 @@ SCORES_DISPATCH = Dispatch(
 KEY_AXES = ("b", "c", "e")
 
 
+@typed
 def indexer_scores(
     query: Float[Array, "b t i c"],
     weight: Float[Array, "b t i"],
@@ -43,6 +44,7 @@ def indexer_scores(
     return SCORES_DISPATCH(query, weight, key, implementation=implementation)
 
 
+@typed
 def indexer_topk(
     query: Float[Array, "b t i c"],
     weight: Float[Array, "b t i"],
@@ -52,7 +54,7 @@ def indexer_topk(
     k: int,
     key_layout: Layout | None = None,
     implementation: str | None = None,
-) -> tuple[Array, Array]:
+) -> tuple[Int[Array, "b t chosen"], Float[Array, "b t chosen"]]:
     """The k best visible entries of each query; ties go to the lowest index.
 
     Args:

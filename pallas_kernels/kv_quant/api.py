@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Float, UInt8
 
 from pallas_kernels.abi import Layout, LayoutError
+from pallas_kernels.array_typing import typed
 from pallas_kernels.dispatch import PORTABLE, Dispatch, Implementation
 from pallas_kernels.kv_quant import mosaic_gpu, xla
 from pallas_kernels.kv_quant.formats import FORMATS, format_named, record_layout
@@ -32,6 +33,7 @@ UNPACK_DISPATCH = Dispatch(
 __all__ = ["FORMATS", "PACK_DISPATCH", "UNPACK_DISPATCH", "pack", "unpack"]
 
 
+@typed
 def pack(
     x: Float[Array, "*n c"],
     *,
@@ -80,6 +82,7 @@ def pack(
     return records.reshape(*leading, size)
 
 
+@typed
 def unpack(
     records: UInt8[Array, "*n r"],
     layout: Layout,

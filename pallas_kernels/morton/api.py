@@ -2,6 +2,7 @@
 
 from jaxtyping import Array, UInt32
 
+from pallas_kernels.array_typing import typed
 from pallas_kernels.dispatch import PORTABLE, Dispatch, Implementation
 from pallas_kernels.morton import mosaic_gpu, xla
 
@@ -17,6 +18,7 @@ DECODE_DISPATCH = Dispatch(
 )
 
 
+@typed
 def encode(
     coordinates: UInt32[Array, "d n"],
     *,
@@ -42,6 +44,7 @@ def encode(
     return ENCODE_DISPATCH(coordinates, bits=bits, implementation=implementation)
 
 
+@typed
 def decode(
     codes: UInt32[Array, " n"],
     *,

@@ -2,6 +2,7 @@
 
 from jaxtyping import Array, Float
 
+from pallas_kernels.array_typing import typed
 from pallas_kernels.dispatch import PORTABLE, Dispatch, Implementation
 from pallas_kernels.pool import mosaic_gpu, xla
 
@@ -22,6 +23,7 @@ OVERLAPPING_DISPATCH = Dispatch(
 )
 
 
+@typed
 def pool(
     content: Float[Array, "b g s c"],
     score: Float[Array, "b g s c"],
@@ -45,6 +47,7 @@ def pool(
     return DISPATCH(content, score, implementation=implementation)
 
 
+@typed
 def overlapping_pool(
     content: Float[Array, "b before_g s two_c"],
     score: Float[Array, "b before_g s two_c"],
@@ -65,6 +68,13 @@ def overlapping_pool(
       float32[b, g, c], each a softmax over 2·s slots.
 
     Raises:
+      ValueError: there is no group, or an odd number of channels.
       Unsupported: the named implementation does not serve the call.
     """
+    _, before_g, _, two_c = content.shape
+    if before_g == 0 or two_c % 2:
+        raise ValueError(
+            f"overlapping_pool content: {before_g} groups of {two_c} channels, "
+            "expected at least one group and an even number"
+        )
     return OVERLAPPING_DISPATCH(content, score, implementation=implementation)

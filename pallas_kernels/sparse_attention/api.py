@@ -2,13 +2,13 @@
 
 from typing import overload
 
-from jaxtyping import Array, Bool, Int, UInt8
+from jaxtyping import Array, Bool, Float, Int, UInt8
 
 from pallas_kernels.abi import Layout, LayoutError, check_stored
-from pallas_kernels.array_typing import Entries, Mass, Queries
+from pallas_kernels.array_typing import Entries, Mass, Queries, typed
 from pallas_kernels.dispatch import PORTABLE, SM90, Dispatch, Implementation
 from pallas_kernels.kv_quant.api import record_format
-from pallas_kernels.softmax import Partial, check_mass_block
+from pallas_kernels.softmax import Partial, check_groups, check_mass_block
 from pallas_kernels.sparse_attention import mosaic_gpu, packed, registers, xla
 
 DISPATCH = Dispatch(
@@ -64,6 +64,7 @@ def sparse_attention(
 ) -> tuple[Partial, Mass]: ...
 
 
+@typed
 def sparse_attention(
     query: Queries,
     key: Entries,
@@ -92,11 +93,13 @@ def sparse_attention(
       averaged over query heads. A row adds up to 1, or to 0 where it chose none.
 
     Raises:
-      ValueError: ``mass_block`` is not positive.
+      ValueError: ``mass_block`` is not positive, or the key/value heads do not divide
+        the query heads.
       LayoutError: key or value is not as described.
       Unsupported: the named implementation does not serve the call.
     """
     check_mass_block(mass_block)
+    check_groups(query, key)
     check_stored(entry_layout, ENTRY_AXES, key, "sparse_attention key")
     check_stored(entry_layout, ENTRY_AXES, value, "sparse_attention value")
     return DISPATCH(
@@ -136,6 +139,7 @@ def sparse_attention_packed(
 ) -> tuple[Partial, Mass]: ...
 
 
+@typed
 def sparse_attention_packed(
     query: Queries,
     records: UInt8[Array, "b e r"],
@@ -186,6 +190,7 @@ def sparse_attention_packed(
     )
 
 
+@typed
 def masked_attention(
     query: Queries,
     key: Entries,
@@ -194,7 +199,7 @@ def masked_attention(
     *,
     scale: float,
     implementation: str | None = None,
-) -> tuple[Partial, Array]:
+) -> tuple[Partial, Float[Array, "b t e"]]:
     """`sparse_attention` over a mask, with the attention weight of each entry.
 
     Args:
@@ -204,7 +209,11 @@ def masked_attention(
     Returns:
       (softmax sums, weights float32[b, t, e] normalised over the mask and averaged
       over heads). Costs t·e, so for training lengths only.
+
+    Raises:
+      ValueError: the key/value heads do not divide the query heads.
     """
+    check_groups(query, key)
     return MASKED_DISPATCH(
         query, key, value, mask, scale=scale, implementation=implementation
     )

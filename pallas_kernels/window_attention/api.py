@@ -3,9 +3,9 @@
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.abi import Layout, check_stored
-from pallas_kernels.array_typing import Keys, Positions, Queries
+from pallas_kernels.array_typing import Keys, Positions, Queries, typed
 from pallas_kernels.dispatch import SM90, Dispatch, Implementation
-from pallas_kernels.softmax import Partial
+from pallas_kernels.softmax import Partial, check_groups
 from pallas_kernels.window_attention import mosaic_gpu, xla
 
 DISPATCH = Dispatch(
@@ -16,6 +16,7 @@ DISPATCH = Dispatch(
 KEY_AXES = ("b", "s", "k", "h")
 
 
+@typed
 def window_attention(
     query: Queries,
     key: Keys,
@@ -48,9 +49,11 @@ def window_attention(
       implementation: a name of ``DISPATCH.names``; None for the best supported.
 
     Raises:
+      ValueError: the key/value heads do not divide the query heads.
       LayoutError: key or value is not as described.
       Unsupported: the named implementation does not serve the call.
     """
+    check_groups(query, key)
     check_stored(key_layout, KEY_AXES, key, "window_attention key")
     check_stored(key_layout, KEY_AXES, value, "window_attention value")
     return DISPATCH(
