@@ -44,14 +44,19 @@ class Block(nnx.Module):
         """float[b, t, d] or [b, t, n, d], int32[b, t] -> (x, states, auxiliaries)."""
         enter, leave = _residual(self.mixer_hyper, x)
         y, new, aux = self.mixer(self.mixer_norm(enter), states, span, dense=dense)
-        x = leave(y)
+        static = states is None or span.fresh
+        return self.feed(leave(y), tokens, static=static), new, aux
+
+    def feed(self, x: Array, tokens: Array, *, static: bool) -> Array:
+        """The second sublayer: the residual with the feed-forward added.
+
+        ``static`` as for `MoE`: the training form.
+        """
         enter, leave = _residual(self.feed_forward_hyper, x)
         y = self.feed_forward_norm(enter)
         if isinstance(self.feed_forward, MoE):
-            y = self.feed_forward(y, tokens, static=states is None or span.fresh)
-        else:
-            y = self.feed_forward(y)
-        return leave(y), new, aux
+            return leave(self.feed_forward(y, tokens, static=static))
+        return leave(self.feed_forward(y))
 
 
 def _hyper(config, rngs: nnx.Rngs) -> HyperConnection | None:

@@ -166,6 +166,15 @@ class Mixer(nnx.Module):
         dense: Array | None = None,
     ) -> tuple[Array, States, dict[str, Any]]:
         """Mixes float[b, t, d]; returns (y of the same shape, states, auxiliaries)."""
+        inputs, shift_state = self.inputs(x, states, span)
+        partial, new_states, aux = self.attend(inputs, states, span, dense=dense)
+        y = self.output(partial, inputs.query, span)
+        return y, {**shift_state, **new_states}, aux
+
+    def inputs(
+        self, x: Array, states: States | None, span: Span
+    ) -> tuple[Inputs, States]:
+        """What `attend` gets for float[b, t, d], and the shift's new state."""
         key_input, shift_state = self._shifted(x, states, span)
         latent = x
         if self.query_down is not None and self.query_down_norm is not None:
@@ -177,21 +186,22 @@ class Mixer(nnx.Module):
         if self.config.query_norm:
             query = rms_norm(query, self.config.norm_eps)
         query = rotate(query, span.angle_positions, layer.rope)
-        inputs = Inputs(x, key_input, latent, query)
-        partial, new_states, aux = self.attend(inputs, states, span, dense=dense)
-        new_states = {**shift_state, **new_states}
+        return Inputs(x, key_input, latent, query), shift_state
+
+    def output(self, partial: Partial, query: Array, span: Span) -> Array:
+        """float[b, t, d] of the softmax sums: sinks, then the output projection."""
         if self.sink_key is not None:
             partial = self.sink_key(partial, query, span, scale=self.scale)
         sink = None if self.sink is None else self.sink[...]
         mixed = finish(partial, sink)
-        if layer.shared_kv:
+        if self.layer.shared_kv:
             # Values carry their own position: undo the query's, so that what a key
             # contributes depends on the distance alone.
-            mixed = rotate(mixed, span.angle_positions, layer.rope, inverse=True)
-        y = mixed.reshape(*x.shape[:-1], -1)
+            mixed = rotate(mixed, span.angle_positions, self.layer.rope, inverse=True)
+        y = mixed.reshape(*query.shape[:2], -1)
         if self.output_down is not None:
             y = self.output_down(y)
-        return self.output_up(y), new_states, aux
+        return self.output_up(y)
 
     @property
     def scale(self) -> float:

@@ -3,7 +3,10 @@
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import Array
 
+from hybrid_attn.cache.span import Span
+from hybrid_attn.mixers.base import Inputs
 from hybrid_attn.mixers.compressed import CompressedMixer
 from hybrid_attn.mixers.indexer import Indexer, indexer_loss
 from hybrid_attn.mixers.registry import register_mixer
@@ -32,26 +35,17 @@ class SparseMixer(CompressedMixer):
         return states
 
     def read(self, inputs, key, value, states, span, *, dense):
-        x, key_input, latent = (
-            jax.lax.stop_gradient(part)
-            for part in (inputs.x, inputs.key_input, inputs.latent)
-        )
-        state = None if states is None else states["index"]
-        query, weight = self.indexer.queries(latent, x, span)
-        index_key, new_state = self.indexer.keys(key_input, state, span)
-        visible = self.visible(span)
         if states is None:
-            entry = jnp.arange(key.shape[1])
-            seen = entry < visible[..., None]
-            first = span.visible_from(self.layer.ratio)
-            if first is not None:
-                seen = seen & (entry >= first[..., None])
-            return self._train(
-                inputs.query, key, value, query, weight, index_key, seen, dense
-            )
+            scores, seen = self.scores(inputs, span)
+            return self._train(inputs.query, key, value, scores, seen, dense)
+        query, weight, index_key, new_state = self._index(inputs, states, span)
         k = self.layer.top_k
         chosen, scores = indexer_topk(
-            query, weight, index_key, visible, k=k + 1 if span.collect else k
+            query,
+            weight,
+            index_key,
+            self.visible(span),
+            k=k + 1 if span.collect else k,
         )
         aux = {}
         if span.collect:
@@ -60,9 +54,33 @@ class SparseMixer(CompressedMixer):
         partial = sparse_attention(inputs.query, key, value, chosen, scale=self.scale)
         return partial, {"index": new_state}, aux
 
-    def _train(self, query, key, value, index_query, weight, index_key, seen, dense):
+    def scores(self, inputs: Inputs, span: Span) -> tuple[Array, Array]:
+        """The training form's scores of all entries, and which ones may be read.
+
+        Returns:
+          (float32[b, t, e], bool[b, t, e]); the first learns nothing of the trunk.
+        """
+        query, weight, index_key, _ = self._index(inputs, None, span)
+        scores = indexer_scores(query, weight, index_key)
+        entry = jnp.arange(scores.shape[-1])
+        seen = entry < self.visible(span)[..., None]
+        first = span.visible_from(self.layer.ratio)
+        if first is not None:
+            seen = seen & (entry >= first[..., None])
+        return scores, seen
+
+    def _index(self, inputs, states, span):
+        """(query, weight, keys, new state) of the indexer, detached from the trunk."""
+        x, key_input, latent = (
+            jax.lax.stop_gradient(part)
+            for part in (inputs.x, inputs.key_input, inputs.latent)
+        )
+        state = None if states is None else states["index"]
+        query, weight = self.indexer.queries(latent, x, span)
+        return query, weight, *self.indexer.keys(key_input, state, span)
+
+    def _train(self, query, key, value, scores, seen, dense):
         """Masked form: all scores are needed for the loss, so nothing is gathered."""
-        scores = indexer_scores(index_query, weight, index_key)
         chosen = top_k_mask(scores, seen, self.layer.top_k)
         if dense is not None:
             chosen = chosen | (seen & dense)

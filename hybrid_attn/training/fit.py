@@ -2,18 +2,41 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, Protocol
 
 import jax
+from jax.typing import ArrayLike
 
 from hybrid_attn.training.checkpoint import TrainCheckpoints
 from hybrid_attn.training.data.batch import Batch
-from hybrid_attn.training.trainer import Trainer, TrainState
+from hybrid_attn.training.trainer import TrainState
 
 Metrics = dict[str, float]
 
 
+class Updates(Protocol):
+    """What `fit` runs: a `Trainer`, or a `Distiller`."""
+
+    @property
+    def config(self) -> Any:
+        """Its ``steps`` is the number of updates."""
+        ...
+
+    def init(self) -> TrainState: ...
+
+    def abstract(self) -> TrainState: ...
+
+    def update(
+        self,
+        state: TrainState,
+        tokens: ArrayLike,
+        targets: ArrayLike,
+        segment_ids: ArrayLike | None = None,
+    ) -> tuple[TrainState, dict[str, jax.Array]]: ...
+
+
 def fit(
-    trainer: Trainer,
+    trainer: Updates,
     batch_at: Callable[[int], Batch],
     *,
     checkpoints: str | Path | None = None,
@@ -43,7 +66,9 @@ def fit(
         steps = trainer.config.steps
         for step in range(int(state.step), steps):
             batch = batch_at(step)
-            state, metrics = trainer.update(state, batch.tokens, batch.targets)
+            state, metrics = trainer.update(
+                state, batch.tokens, batch.targets, batch.segment_ids
+            )
             done = step + 1
             if on_metrics and (done % log_every == 0 or done == steps):
                 values = jax.device_get(metrics)

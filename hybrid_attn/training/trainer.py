@@ -88,10 +88,21 @@ class Trainer:
         return jax.eval_shape(self.init)
 
     def update(
-        self, state: TrainState, tokens: ArrayLike, targets: ArrayLike
+        self,
+        state: TrainState,
+        tokens: ArrayLike,
+        targets: ArrayLike,
+        segment_ids: ArrayLike | None = None,
     ) -> tuple[TrainState, dict[str, Array]]:
-        """One update; consumes ``state``. Metrics are scalars on the device."""
-        return self._update(state, tokens, targets)
+        """One update; consumes ``state``. Metrics are scalars on the device.
+
+        ``segment_ids`` int32[b, t] as for `forward`: rows that pack documents. The
+        target at a document's last token is another document's: it must be negative.
+
+        Raises:
+          ValueError: segment ids of another shape, or that are not integers.
+        """
+        return self._update(state, tokens, targets, segment_ids)
 
     def model(self, state: TrainState) -> Model:
         """The model that a state holds."""
@@ -106,7 +117,15 @@ def _init_params(config: ModelConfig, key):
     return nnx.split(Model(config, rngs=nnx.Rngs(key)))[1]
 
 
-def _update(graph, optimizer, config: TrainConfig, state: TrainState, tokens, targets):
+def _update(
+    graph,
+    optimizer,
+    config: TrainConfig,
+    state: TrainState,
+    tokens,
+    targets,
+    segment_ids,
+):
     dense = state.step < int(config.indexer_warmup * config.steps)
     trained, fixed = nnx.split_state(state.params, trainable, ...)
 
@@ -115,6 +134,7 @@ def _update(graph, optimizer, config: TrainConfig, state: TrainState, tokens, ta
             nnx.merge(graph, nnx.merge_state(trained, fixed)),
             tokens,
             targets,
+            segment_ids,
             dense=dense,
             indexer_weight=config.indexer_weight,
             remat=config.remat,

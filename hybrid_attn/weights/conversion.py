@@ -16,7 +16,6 @@ from jax import Array
 
 from hybrid_attn.cache.span import Span
 from hybrid_attn.config import ModelConfig
-from hybrid_attn.layers.rope import rotate
 from hybrid_attn.model import Model
 from hybrid_attn.pattern import parse_pattern
 from hybrid_attn.weights.files import WeightsError
@@ -240,23 +239,18 @@ def _measure(model: Model, tokens: Array, window: int) -> list[dict[str, Array]]
     for block in model.blocks:
         mixer: Any = block.mixer
         y = block.mixer_norm(x)
-        key, value = mixer.key_value(mixer._shifted(y, None, span)[0], span.positions)
+        inputs, _ = mixer.inputs(y, None, span)
+        key, value = mixer.key_value(inputs.key_input, span.positions)
         out.append({"key.key": key[0, 0], "key.value": value[0, 0]})
         if tokens.shape[1] > window:
-            out[-1]["logit"] = _first_token_mass(mixer, y, key, window)
+            out[-1]["logit"] = _first_token_mass(mixer, inputs.query, key, window)
         x, _, _ = block(x, tokens, None, span)
     return out
 
 
-def _first_token_mass(mixer: Any, y: Array, key: Array, window: int) -> Array:
+def _first_token_mass(mixer: Any, query: Array, key: Array, window: int) -> Array:
     """float32[n]: mean logit of the first token over queries that are past it."""
     layer = mixer.layer
-    positions = jnp.arange(y.shape[1], dtype=jnp.int32)[None]
-    latent = (
-        y if mixer.query_down is None else mixer.query_down_norm(mixer.query_down(y))
-    )
-    query = mixer.query_up(latent).reshape(1, -1, layer.heads, layer.head_dim)
-    query = rotate(query, positions, layer.rope)
     first = jnp.repeat(key[0, 0], layer.heads // layer.kv_heads, axis=0)
     logit = jnp.einsum("btnh,nh->btn", query, first) * mixer.scale
     return jnp.mean(logit[0, window:], axis=0)

@@ -43,8 +43,8 @@ def written(tokens, position, vocab):
 def test_target_is_the_last_value_written_to_the_key(name):
     task = TASKS[name]
     batch = task.batch(3, 5, 24)
-    assert [a.shape for a in batch] == [(24, task.length)] * 3
-    assert [a.dtype for a in batch] == [np.int32] * 3
+    assert [a.shape for a in batch[:3]] == [(24, task.length)] * 3
+    assert [a.dtype for a in batch[:3]] == [np.int32] * 3
     near = task.near_queries if task.layout == "offset" else 0
     assert len(queries(batch)) == 24 * (task.queries + near)
     assert np.array_equal(batch.distance > 0, batch.targets != IGNORE)

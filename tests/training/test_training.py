@@ -15,7 +15,7 @@ import hybrid_attn as ha
 from hybrid_attn.mixers.indexer import indexer_loss
 from hybrid_attn.mixers.sparse import top_k_mask
 from hybrid_attn.training.checkpoint import TrainCheckpoints
-from hybrid_attn.training.data.recall import RecallTask
+from hybrid_attn.training.data import IGNORE, Batch, RecallTask
 from hybrid_attn.training.fit import fit
 from hybrid_attn.training.loss import model_loss, token_loss
 from hybrid_attn.training.optimizer import OptimizerConfig, schedule
@@ -134,6 +134,48 @@ def test_options_agree_with_the_plain_update(change, trainer):
         tolerance = 1e-2
     _, metrics = other.update(other.init(), batch.tokens, batch.targets)
     np.testing.assert_allclose(metrics["loss"], plain["loss"], rtol=tolerance)
+
+
+def test_packed_documents_train_as_separate_ones(trainer):
+    """Two documents a row, and each in a row of its own: `fit` to the same gradients.
+
+    The first moments are compared: Adam's steps are as large for gradients of zero.
+    """
+
+    def apart(step: int) -> Batch:
+        tokens, targets, distance, _ = TASK.batch(0, step, 4)
+        targets = targets.copy()
+        targets[:, 0], targets[:, -1] = tokens[:, 1], IGNORE
+        return Batch(tokens, targets, distance)
+
+    def packed(step: int) -> Batch:
+        whole = [part.reshape(2, -1) for part in apart(step)[:3]]
+        segments = np.repeat(np.array([[7, 3]] * 2, np.int32), TASK.length, axis=1)
+        return Batch(*whole, segments)
+
+    def run(batch_at):
+        lines = []
+        fit(
+            trainer,
+            batch_at,
+            log_every=1,
+            on_metrics=lambda step, values: lines.append(values),
+        )
+        return lines
+
+    lines, separate = run(packed), run(apart)
+    for key, value in separate[0].items():
+        np.testing.assert_allclose(lines[0][key], value, rtol=1e-5, err_msg=key)
+    np.testing.assert_allclose(lines[-1]["loss"], separate[-1]["loss"], rtol=1e-3)
+    batch = packed(0)
+    crossing = trainer.update(trainer.init(), batch.tokens, batch.targets)[1]
+    assert abs(float(crossing["loss"]) - lines[0]["loss"]) > 1e-3
+    once = [
+        trainer.update(trainer.init(), b.tokens, b.targets, b.segment_ids)[0].optimizer
+        for b in (packed(0), apart(0))
+    ]
+    for a, b in zip(*(jax.tree.leaves(x) for x in once), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6, rtol=1e-4)
 
 
 def test_schedule_warms_up_and_ends_low():

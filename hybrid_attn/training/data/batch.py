@@ -17,11 +17,15 @@ class Batch(NamedTuple):
         `tokens[i, : j + 1]`, or `IGNORE`.
       distance: int32[b, t]; tokens from a query back to the token that answers it
         (1 = the token just before the query), 0 where nothing is queried.
+      segment_ids: int32[b, t] of rows that pack documents, as for
+        `hybrid_attn.forward`; the targets at the ends of documents are `IGNORE`. None:
+        every row is one document.
     """
 
     tokens: np.ndarray
     targets: np.ndarray
     distance: np.ndarray
+    segment_ids: np.ndarray | None = None
 
 
 def generator(task: str, seed: int, step: int) -> np.random.Generator:

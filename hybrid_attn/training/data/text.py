@@ -160,14 +160,12 @@ class TextData:
         count = available if windows is None else min(windows, available)
         start = np.arange(count) * available // count * length
         for first in range(0, count, size):
-            tokens, targets, distance = _crops(
-                self.heldout_bytes, start[first : first + size], length
-            )
-            fill = ((0, size - len(tokens)), (0, 0))
+            crops = _crops(self.heldout_bytes, start[first : first + size], length)
+            fill = ((0, size - len(crops.tokens)), (0, 0))
             yield Batch(
-                np.pad(tokens, fill),
-                np.pad(targets, fill, constant_values=IGNORE),
-                np.pad(distance, fill),
+                np.pad(crops.tokens, fill),
+                np.pad(crops.targets, fill, constant_values=IGNORE),
+                np.pad(crops.distance, fill),
             )
 
     def describe(self) -> dict[str, int | str]:
