@@ -36,7 +36,10 @@ def partial_softmax(logits: Array, mask: Array) -> tuple[Array, Array, Array]:
     logits = jnp.where(mask, logits, MASKED)
     # The result does not depend on the maximum, so neither does the gradient.
     maximum = jax.lax.stop_gradient(jnp.max(logits, axis=-1))
-    weights = jnp.where(mask, jnp.exp2(logits - maximum[..., None]), 0.0)
+    # A row that sees nothing is measured from 0: what is masked is then 0 in every row,
+    # and no second mask stands between the exponentials and their two readers.
+    origin = jnp.where(maximum > MASKED, maximum, 0.0)
+    weights = jnp.exp2(logits - origin[..., None])
     return weights, jnp.sum(weights, axis=-1), maximum
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, UInt8
 
@@ -94,13 +95,15 @@ def _attend(
 
     def place(x: Array) -> Array:
         x = x.reshape(b, t, c, *x.shape[2:])
-        return jnp.where(valid[..., None, None], x, 0)
+        # Gathered and masked once: fused into both products it is done for each.
+        return jax.lax.optimization_barrier(jnp.where(valid[..., None, None], x, 0))
 
     keys, values = gather(index)
     shared = values is keys
     keys = place(keys)
     values = keys if shared else place(values)
-    logits = jnp.einsum("bktgh,btskh->bktgs", q, keys)
+    # Keys first: a product that takes them second transposes them, here the few logits.
+    logits = jnp.einsum("btskh,bktgh->btskg", keys, q).transpose(0, 3, 1, 4, 2)
     weights, total, maximum = partial_softmax(logits, valid[:, None, :, None, :])
     weighted = jnp.einsum("bktgs,btskh->bktgh", weights, values)
     partial = Partial(weighted, total, maximum)
@@ -108,7 +111,7 @@ def _attend(
         return partial
     # A product: cheaper than to divide every weight before the mean over the heads.
     factor = 1 / (jnp.where(total > 0, total, 1.0) * (q.shape[1] * q.shape[3]))
-    share = jnp.einsum("bktgs,bktg->bts", weights, factor)
+    share = jnp.einsum("bktg,bktgs->bts", factor, weights)
     return partial, mass_of(share, chosen, entries, mass_block)
 
 
