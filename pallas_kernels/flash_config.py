@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from pallas_kernels.flash_parts import ROWS
 from pallas_kernels.launch import PROCESSORS
+from pallas_kernels.register_tiles import ROWS
 
 # Of shared memory per block, less what barriers and reductions take.
 _SHARED_BYTES = 224 * 1024

@@ -6,7 +6,6 @@ more channels than fit, several warpgroups keep a part each.
 
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
@@ -14,9 +13,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import launch
 from pallas_kernels.device import current_target
+from pallas_kernels.register_tiles import ROWS, over_columns
 from pallas_kernels.softmax import MASKED
 
-ROWS = 64
 # Swizzled tiles that matrix products read from shared memory.
 TILING = (
     plgpu.TilingTransform((8, 64)),  # pyright: ignore[reportAbstractUsage]
@@ -112,31 +111,6 @@ def _accumulate(sums: Array, a: Any, b: Any) -> Array:
         return sums_ref[...]
 
     return sums + pl.run_scoped(product, _accumulator(sums.shape[1]))
-
-
-def over_columns(x: Array, columns: int) -> Array:
-    """A number per row, [64], at every column: [64, columns]."""
-    return jax.lax.broadcast_in_dim(x, (x.shape[0], columns), (0,))
-
-
-def over_rows(x: Array) -> Array:
-    """A number per column, [columns], at every row: [64, columns]."""
-    return jax.lax.broadcast_in_dim(x, (ROWS, x.shape[0]), (1,))
-
-
-def columns(size: int) -> Array:
-    """int32[64, size], the index of the column."""
-    return plgpu.broadcasted_iota(jnp.int32, (ROWS, size), 1, layout=plgpu.Layout.WGMMA)
-
-
-def load_rows(ref: Any) -> Array:
-    """A number per row of device memory, [64]."""
-    return plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
-
-
-def load_columns(ref: Any) -> Array:
-    """A number per column of device memory, [columns]."""
-    return plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
 
 
 def clear(ref: Any, seen: Array, parts: int, size: int, channels: int) -> None:

@@ -26,21 +26,17 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import flash_parts
 from pallas_kernels.flash_config import Config, Shape
-from pallas_kernels.flash_parts import (
+from pallas_kernels.flash_parts import TILING, Sums, add_keys, empty, products
+from pallas_kernels.flash_rows import Rows, merge_splits
+from pallas_kernels.launch import divide_warpgroups, kernel, store
+from pallas_kernels.register_tiles import (
     ROWS,
-    TILING,
-    Sums,
-    add_keys,
     columns,
-    empty,
     load_columns,
     load_rows,
     over_columns,
     over_rows,
-    products,
 )
-from pallas_kernels.flash_rows import Rows, merge_splits
-from pallas_kernels.launch import divide_warpgroups, kernel, store
 from pallas_kernels.softmax import LOG2_E, MASKED, Partial
 
 # Rows of an array that the copies see as one tile.

@@ -16,11 +16,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.kv_quant import registers
+from pallas_kernels.kv_quant.codes import to_bits
 from pallas_kernels.kv_quant.formats import Format
 from pallas_kernels.kv_quant.registers import TILE
 from pallas_kernels.launch import kernel, store
+from pallas_kernels.register_tiles import load, load_rows
 
 PARTS = 3
+# Rows that the copies into shared memory take as one.
+_COPIED_ROWS = 8
 PROCESSORS = 132
 
 
@@ -146,6 +150,9 @@ def run(
     """
     n = len(rows)
     tiles, width = n // TILE, plan.width
+    # Rows beyond the last tile are not read, and are in the way of the copies.
+    if plan.unpacks is None and n % _COPIED_ROWS:
+        rows = rows[: tiles * TILE]
     grid = min(tiles, PROCESSORS * config.blocks)
     inputs, scratch = _inputs(plan, rows, config)
     if plan.packs is None:
@@ -208,7 +215,7 @@ def run(
             out = []
             for half in range(1 if plan.packs is None else 2):
                 if channel_smem is None:
-                    value = registers.load(operands[0]).astype(jnp.float32)
+                    value = load(operands[0]).astype(jnp.float32)
                 else:
                     value = _by_channels(plan, operands, channel_smem, half)
                 if token_smem is not None:
@@ -259,10 +266,11 @@ def _unpack(plan: Plan, refs: Any, smem: Any, rows: Any) -> list[Any]:
     pairs = spec.block // 2
     for block in range(plan.width // spec.block):
         at = pl.ds(block * pairs, pairs)
-        codes = registers.load(refs[0].at[rows, at]).astype(jnp.uint32)
+        codes = load(refs[0].at[rows, at]).astype(jnp.uint32)
         first = spec.scale_at(plan.width, 0) + block * spec.scale_bytes
         scale = [
-            registers.row(refs[1].at[rows, first + i]) for i in range(spec.scale_bytes)
+            load_rows(refs[1].at[rows, first + i]).astype(jnp.uint32)
+            for i in range(spec.scale_bytes)
         ]
         for half, value in enumerate(registers.decode(spec, codes, scale)):
             for i, part in enumerate(parts(value, plan.value_parts)):
@@ -289,7 +297,7 @@ def _by_tokens(plan: Plan, value: Array, basis: Any, smem: Any) -> Array:
     # Rows in bfloat16 are their own only part.
     count = PARTS if plan.channels else 1
     if plan.poisons:
-        size = registers.to_bits(value) & 0x7FFFFFFF
+        size = to_bits(value) & 0x7FFFFFFF
         finite = size < 0x7F800000
         zero = jnp.zeros_like(value)
         bad = jnp.where(finite, zero, jnp.ones_like(value))
@@ -331,7 +339,7 @@ def _pack(plan: Plan, halves: list[Array], out_ref: Any, rows: Any, size: int) -
     scales: list[Array] = []
     for block in range(plan.width // spec.block):
         at = slice(block * pairs, (block + 1) * pairs)
-        even, odd = (registers.to_bits(half[:, at]) for half in halves)
+        even, odd = (to_bits(half[:, at]) for half in halves)
         codes, scale = registers.encode(spec, even, odd)
         put(pl.ds(block * pairs, pairs), codes)
         scales += scale

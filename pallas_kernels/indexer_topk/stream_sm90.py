@@ -15,9 +15,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.launch import computing_registers, divide_warpgroups, kernel, store
+from pallas_kernels.register_tiles import ROWS, load_columns, over_rows
 
-# Rows of one product, by the instruction.
-_ROWS = 64
 LANES = 128
 # Registers of a thread of the warpgroup that only copies, by queries of a block, and of
 # those that compute.
@@ -116,24 +115,19 @@ def _stream(
                 query_ref.at[mine], query_smem.at[worker], query_barrier.at[worker]
             )
             plgpu.barrier_wait(query_barrier.at[worker])
-            weights = plgpu.load(
-                weight_ref.at[mine],
-                layout=plgpu.Layout.WGMMA.reduce(0),
-                optimized=False,
-            )
-            weights = jax.lax.broadcast_in_dim(weights, (_ROWS, heads), (1,))
+            weights = over_rows(load_columns(weight_ref.at[mine]))
 
             def products(slot, at):
                 def multiply(acc):
                     plgpu.wgmma(
                         acc,
-                        key_smem.at[slot, :, pl.ds(at, _ROWS)].transpose((1, 0)),
+                        key_smem.at[slot, :, pl.ds(at, ROWS)].transpose((1, 0)),
                         query_smem.at[worker].transpose((1, 0)),
                     )
                     return acc[...]
 
                 out = pl.run_scoped(
-                    multiply, plgpu.WGMMAAccumulatorRef((_ROWS, heads), jnp.float32)
+                    multiply, plgpu.WGMMAAccumulatorRef((ROWS, heads), jnp.float32)
                 )
                 return jnp.sum(jnp.maximum(out, 0.0) * weights, axis=1)
 
@@ -141,13 +135,13 @@ def _stream(
                 slot = jax.lax.rem(i, stages)
                 start = (i * splits + split) * block
                 plgpu.barrier_wait(key_barrier.at[slot])
-                for at in range(0, block, _ROWS):
+                for at in range(0, block, ROWS):
                     score = products(slot, at)
                     if depth is None:
-                        target = out_refs[0].at[mine, pl.ds(start + at, _ROWS)]
+                        target = out_refs[0].at[mine, pl.ds(start + at, ROWS)]
                         store(target, score)
                     else:
-                        score_smem[worker, pl.ds(at, _ROWS)] = score
+                        score_smem[worker, pl.ds(at, ROWS)] = score
                 plgpu.barrier_arrive(done.at[slot])
                 if depth is None:
                     return carry

@@ -17,6 +17,7 @@ from pallas_kernels.kv_quant import registers, xla
 from pallas_kernels.kv_quant.formats import Format, format_named
 from pallas_kernels.kv_quant.registers import TILE
 from pallas_kernels.launch import kernel, store
+from pallas_kernels.register_tiles import load, load_rows
 from pallas_kernels.tiles import by_tiles
 
 
@@ -44,8 +45,10 @@ def refuses_unpack(
     if jnp.dtype(dtype) != jnp.bfloat16:
         return f"unpacks to bfloat16, not {jnp.dtype(dtype)}"
     spec = format_named(format)
-    if records.shape[1] % 4:
-        return f"reads records of whole 32-bit words, not {records.shape[1]} bytes"
+    # Four lanes read a row's rotary channels, two words each.
+    unit = 8 if rotary else 4
+    if records.shape[1] % unit:
+        return f"reads records of a multiple of {unit} bytes, not {records.shape[1]}"
     return _refuses_rotary(spec, rotary)
 
 
@@ -100,7 +103,7 @@ def _pack(spec: Format, x: Array, *, rotary: int, size: int) -> Array:
 
         scales: list[Array] = []
         for block in range(blocks):
-            pair = registers.load(pair_ref.at[rows, pl.ds(block * pairs, pairs)])
+            pair = load(pair_ref.at[rows, pl.ds(block * pairs, pairs)])
             codes, scale = registers.encode(
                 spec, pair << 16, pair & jnp.uint32(0xFFFF0000)
             )
@@ -108,7 +111,7 @@ def _pack(spec: Format, x: Array, *, rotary: int, size: int) -> Array:
             scales += scale
         if rotary:
             start = channels - rotary
-            tail = registers.load(half_ref.at[rows, pl.ds(start, rotary)])
+            tail = load(half_ref.at[rows, pl.ds(start, rotary)])
             put(pl.ds(code_bytes // width, rotary), tail)
         # Zeros, but not a constant: those cannot be stored as one value a row.
         scales += [scales[0] >> 8] * (words * width - used)
@@ -145,10 +148,10 @@ def _unpack(spec: Format, records: Array, *, channels: int, rotary: int) -> Arra
             store(out_ref.at[rows, column], value)
 
         for block in range(blocks):
-            codes = registers.load(word_ref.at[rows, pl.ds(block * pairs, pairs)])
+            codes = load(word_ref.at[rows, pl.ds(block * pairs, pairs)])
             at = scale_at + block * spec.scale_bytes
             scale = [
-                registers.row(byte_ref.at[rows, at + i])
+                load_rows(byte_ref.at[rows, at + i]).astype(jnp.uint32)
                 for i in range(spec.scale_bytes)
             ]
             low, high = (
@@ -157,9 +160,7 @@ def _unpack(spec: Format, records: Array, *, channels: int, rotary: int) -> Arra
             )
             put(pl.ds(block * pairs, pairs), low | high << 16)
         if rotary:
-            tail = registers.load(
-                tail_ref.at[rows, pl.ds(code_bytes // 4, rotary // 2)]
-            )
+            tail = load(tail_ref.at[rows, pl.ds(code_bytes // 4, rotary // 2)])
             put(pl.ds((channels - rotary) // 2, rotary // 2), tail)
 
     out = kernel(

@@ -8,17 +8,16 @@ block are two arrays: the codes of a pair then meet in one lane.
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.kv_quant import codes
+from pallas_kernels.kv_quant.codes import INFINITY, TINY, flush, from_bits, to_bits
 from pallas_kernels.kv_quant.formats import Format
+from pallas_kernels.register_tiles import ROWS, over_columns
 
-TILE = 64
-_TINY_BITS = 0x00800000
-_INFINITY_BITS = 0x7F800000
+TILE = ROWS
 
 
 def word(spec: Format) -> Any:
@@ -40,9 +39,9 @@ def encode(spec: Format, even: Array, odd: Array) -> tuple[Array, list[Array]]:
     even, odd = flush(even), flush(odd)
     largest = jnp.max(_signed(jnp.maximum(even & 0x7FFFFFFF, odd & 0x7FFFFFFF)), axis=1)
     codes_of = _power_codes if spec.scale_bytes == 1 else _integer_codes
-    codes, scale = codes_of(spec, (even, odd), largest, pairs)
-    finite = over_columns(largest, pairs) < _INFINITY_BITS
-    joined = codes[0] | codes[1] << spec.bits
+    halves, scale = codes_of(spec, (even, odd), largest, pairs)
+    finite = over_columns(largest, pairs) < INFINITY
+    joined = halves[0] | halves[1] << spec.bits
     joined = jnp.where(finite, joined, jnp.zeros_like(joined))
     return joined, [scale >> 8 * i & 255 for i in range(spec.scale_bytes)]
 
@@ -83,35 +82,8 @@ def decode(spec: Format, codes: Array, scale: list[Array]) -> tuple[Array, Array
     return even, _value(spec, codes >> spec.bits & mask) * factor
 
 
-def load(ref: Any) -> Array:
-    return plgpu.load(ref, layout=plgpu.Layout.WGMMA, optimized=False)
-
-
-def row(ref: Any) -> Array:
-    value = plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
-    return value.astype(jnp.uint32)
-
-
-def over_columns(x: Array, columns: int) -> Array:
-    return jax.lax.broadcast_in_dim(x, (TILE, columns), (0,))
-
-
-def from_bits(bits: Array) -> Array:
-    return jax.lax.bitcast_convert_type(bits, jnp.float32)
-
-
-def to_bits(x: Array) -> Array:
-    return jax.lax.bitcast_convert_type(x, jnp.uint32)
-
-
 def _signed(x: Array) -> Array:
     return x.astype(jnp.int32)
-
-
-def flush(bits: Array) -> Array:
-    """Denormal numbers become zeros of their sign, as everywhere."""
-    tiny = (bits & 0x7FFFFFFF) < _TINY_BITS
-    return jnp.where(tiny, bits & jnp.uint32(0x80000000), bits)
 
 
 def _power_codes(
@@ -122,31 +94,12 @@ def _power_codes(
     above = (largest & mantissa) > (limit & mantissa)
     byte = (largest >> 23) - (limit >> 23) + 127 + above.astype(jnp.int32)
     byte = jnp.maximum(byte, jnp.ones_like(byte))
-    finite = largest < _INFINITY_BITS
+    finite = largest < INFINITY
     inverse = over_columns(from_bits((254 - byte).astype(jnp.uint32) << 23), pairs)
-    encode = _e4m3 if spec.bits == 8 else _e2m1
-    codes = tuple(encode(to_bits(from_bits(half) * inverse)) for half in halves)
+    encode = codes.e4m3 if spec.bits == 8 else codes.e2m1
+    even, odd = (encode(to_bits(from_bits(half) * inverse)) for half in halves)
     byte = jnp.where(finite, byte, jnp.full_like(byte, 255))
-    return (codes[0], codes[1]), byte.astype(jnp.uint32)
-
-
-def _e4m3(bits: Array) -> Array:
-    """Codes of float32 bits of at most 448, to nearest and ties to even."""
-    size = bits & 0x7FFFFFFF
-    normal = (size + 0x7FFFF + (size >> 20 & 1) >> 20) - (120 << 3)
-    # Adding 2^14 leaves multiples of the denormal step 2^-9 in the low bits.
-    denormal = to_bits(from_bits(size) + 16384.0) & 0xFF
-    code = jnp.where(size < 121 << 23, denormal, normal)
-    return code | bits >> 24 & 0x80
-
-
-def _e2m1(bits: Array) -> Array:
-    size = bits & 0x7FFFFFFF
-    normal = (size + 0x1FFFFF + (size >> 22 & 1) >> 22) - (126 << 1)
-    # Adding 2^22 leaves multiples of 1/2 in the low bits.
-    denormal = to_bits(from_bits(size) + 4194304.0) & 0x7
-    code = jnp.where(size < 127 << 23, denormal, normal)
-    return code | bits >> 28 & 0x8
+    return (even, odd), byte.astype(jnp.uint32)
 
 
 def _integer_codes(
@@ -154,18 +107,15 @@ def _integer_codes(
 ) -> tuple[tuple[Array, Array], Array]:
     top = jnp.float32(spec.largest)
     scale = bfloat16_bits(from_bits(largest.astype(jnp.uint32)) / top)
-    scale = jnp.where(scale < _TINY_BITS >> 16, jnp.zeros_like(scale), scale)
-    finite = largest < _INFINITY_BITS
+    scale = jnp.where(scale < TINY >> 16, jnp.zeros_like(scale), scale)
+    finite = largest < INFINITY
     divisor = over_columns(from_bits(scale << 16), pairs)
     empty = divisor == 0.0
     divisor = jnp.where(empty, jnp.ones_like(divisor), divisor)
 
     def encode(half: Array) -> Array:
         ratio = jnp.where(empty, jnp.zeros_like(divisor), from_bits(half)) / divisor
-        ratio = jnp.minimum(jnp.maximum(ratio, -top), top)
-        # Adding 1.5 · 2^23 rounds to an integer, to nearest and ties to even, and
-        # leaves its two's complement in the low bits.
-        return to_bits(ratio + 12582912.0) & ((1 << spec.bits) - 1)
+        return codes.integer(ratio, spec.largest, spec.bits)
 
     scale = jnp.where(finite, scale, jnp.full_like(scale, 0x7FC0))
     return (encode(halves[0]), encode(halves[1])), scale
@@ -192,5 +142,5 @@ def bfloat16_bits(x: Array) -> Array:
     """The upper half of float32, to nearest and ties to even; NaN stays NaN."""
     bits = to_bits(x)
     rounded = bits + 0x7FFF + (bits >> 16 & 1) >> 16
-    nan = (bits & 0x7FFFFFFF) > _INFINITY_BITS
+    nan = (bits & 0x7FFFFFFF) > INFINITY
     return jnp.where(nan, jnp.full_like(rounded, 0x7FC0), rounded)

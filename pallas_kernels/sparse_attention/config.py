@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from pallas_kernels.flash_config import Shape, usual_splits
-from pallas_kernels.flash_parts import ROWS
+from pallas_kernels.register_tiles import ROWS
 
 # Of shared memory per block, less what barriers and reductions take.
 _SHARED_BYTES = 225 * 1024

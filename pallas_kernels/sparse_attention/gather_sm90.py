@@ -19,9 +19,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import flash_parts
-from pallas_kernels.flash_parts import ROWS
 from pallas_kernels.flash_rows import merge_splits
 from pallas_kernels.launch import divide_warpgroups, kernel, store
+from pallas_kernels.register_tiles import ROWS, load_columns, over_rows
 from pallas_kernels.softmax import LOG2_E, MASKED, Partial
 from pallas_kernels.sparse_attention.config import Config, Sizes
 from pallas_kernels.sparse_attention.xla import mass_of
@@ -213,14 +213,12 @@ def _call(
 
             def step(index: Array, sums: flash_parts.Sums) -> flash_parts.Sums:
                 stage = jax.lax.rem(index, stages)
-                entry = flash_parts.load_columns(
-                    chosen_ref.at[row, token, split, index]
-                )
+                entry = load_columns(chosen_ref.at[row, token, split, index])
                 plgpu.barrier_wait(loaded.at[stage])
                 keys, values = tiles[0].at[stage], tiles[-1].at[stage]
                 logits = flash_parts.products(rows_ref, keys, consumers, size)
                 logits = jnp.where(
-                    flash_parts.over_rows(entry) >= 0,
+                    over_rows(entry) >= 0,
                     logits * (scale * LOG2_E),
                     jnp.full_like(logits, MASKED),
                 )

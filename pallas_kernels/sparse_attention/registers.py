@@ -16,9 +16,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.device import Target
-from pallas_kernels.flash_parts import ROWS, load_columns, over_columns, over_rows
 from pallas_kernels.flash_rows import merge_splits
 from pallas_kernels.launch import kernel, store
+from pallas_kernels.register_tiles import (
+    ROWS,
+    load,
+    load_columns,
+    over_columns,
+    over_rows,
+)
 from pallas_kernels.softmax import LOG2_E, MASKED, Partial, group_heads, nothing
 from pallas_kernels.sparse_attention import xla
 
@@ -96,9 +102,7 @@ def _attend(
         row, token, head, split = (
             jax.lax.axis_index(axis) for axis in ("row", "query", "head", "split")
         )
-        rows = plgpu.load(
-            query_ref.at[row, token, head], layout=plgpu.Layout.WGMMA, optimized=False
-        )
+        rows = load(query_ref.at[row, token, head])
         rows = rows.astype(jnp.float32) * (scale * LOG2_E)
 
         def fold(step: Array, sums: _Sums) -> _Sums:

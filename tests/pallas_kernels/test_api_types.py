@@ -17,24 +17,17 @@ from pallas_kernels.morton import api as morton
 from pallas_kernels.pool import api as pooling
 from pallas_kernels.sparse_attention import api as sparse
 from pallas_kernels.window_attention import api as window
-
-
-def _bf16(*shape):
-    return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
-
-
-def _int(*shape):
-    return jax.ShapeDtypeStruct(shape, jnp.int32)
+from tests.pallas_kernels.kernel_arrays import abstract, integers
 
 
 def _bytes(*shape):
-    return jax.ShapeDtypeStruct(shape, jnp.uint8)
+    return abstract(*shape, dtype=jnp.uint8)
 
 
-QUERY, KEY = _bf16(2, 3, 4, 64), _bf16(2, 5, 1, 64)
+QUERY, KEY = abstract(2, 3, 4, 64), abstract(2, 5, 1, 64)
 LAYOUT = record_layout("fp8", 64)
 WINDOW = dict(window=4, scale=1.0, decay=None, contiguous=False)
-INDEXER = (_bf16(2, 3, 4, 16), _bf16(2, 3, 4), _bf16(2, 16, 256))
+INDEXER = (abstract(2, 3, 4, 16), abstract(2, 3, 4), abstract(2, 16, 256))
 
 # Function, its dispatch, arrays, options, and one wrong array: its place, itself, its
 # name, and what the message says was given and expected.
@@ -42,23 +35,23 @@ CASES = [
     (
         window.window_attention,
         window.DISPATCH,
-        (QUERY, KEY, KEY, _int(2, 3), _int(2, 5)),
+        (QUERY, KEY, KEY, integers(2, 3), integers(2, 5)),
         WINDOW,
-        (1, _bf16(2, 5, 1, 32), "key", "bf16[2,5,1,32]", "b s k h"),
+        (1, abstract(2, 5, 1, 32), "key", "bf16[2,5,1,32]", "b s k h"),
     ),
     (
         compressed.compressed_attention,
         compressed.DISPATCH,
-        (QUERY, KEY, KEY, _int(2, 3)),
+        (QUERY, KEY, KEY, integers(2, 3)),
         dict(scale=1.0, static=False),
-        (3, _int(2, 4), "visible", "i32[2,4]", "b t"),
+        (3, integers(2, 4), "visible", "i32[2,4]", "b t"),
     ),
     (
         sparse.sparse_attention,
         sparse.DISPATCH,
-        (QUERY, KEY, KEY, _int(2, 3, 7)),
+        (QUERY, KEY, KEY, integers(2, 3, 7)),
         dict(scale=1.0),
-        (3, _bf16(2, 3, 7), "chosen", "bf16[2,3,7]", "b t c"),
+        (3, abstract(2, 3, 7), "chosen", "bf16[2,3,7]", "b t c"),
     ),
     (
         sparse.sparse_attention_packed,
@@ -70,100 +63,100 @@ CASES = [
     (
         sparse.masked_attention,
         sparse.MASKED_DISPATCH,
-        (QUERY, KEY, KEY, jax.ShapeDtypeStruct((2, 3, 5), jnp.bool)),
+        (QUERY, KEY, KEY, abstract(2, 3, 5, dtype=jnp.bool)),
         dict(scale=1.0),
-        (3, _int(2, 3, 5), "mask", "i32[2,3,5]", "b t e"),
+        (3, integers(2, 3, 5), "mask", "i32[2,3,5]", "b t e"),
     ),
     (
         pooling.pool,
         pooling.DISPATCH,
-        (_bf16(2, 3, 4, 128), _bf16(2, 3, 4, 128)),
+        (abstract(2, 3, 4, 128), abstract(2, 3, 4, 128)),
         {},
-        (1, _bf16(2, 3, 4), "score", "bf16[2,3,4]", "b g s c"),
+        (1, abstract(2, 3, 4), "score", "bf16[2,3,4]", "b g s c"),
     ),
     (
         pooling.overlapping_pool,
         pooling.OVERLAPPING_DISPATCH,
-        (_bf16(2, 3, 4, 256), _bf16(2, 3, 4, 256)),
+        (abstract(2, 3, 4, 256), abstract(2, 3, 4, 256)),
         {},
-        (1, _bf16(2, 3, 5, 256), "score", "bf16[2,3,5,256]", "b before_g s two_c"),
+        (1, abstract(2, 3, 5, 256), "score", "bf16[2,3,5,256]", "b before_g s two_c"),
     ),
     (
         indexer.indexer_scores,
         indexer.SCORES_DISPATCH,
         INDEXER,
         {},
-        (2, _bf16(2, 256, 16), "key", "bf16[2,256,16]", "b c e"),
+        (2, abstract(2, 256, 16), "key", "bf16[2,256,16]", "b c e"),
     ),
     (
         indexer.indexer_topk,
         indexer.DISPATCH,
-        (*INDEXER, _int(2, 3)),
+        (*INDEXER, integers(2, 3)),
         dict(k=4),
-        (1, _bf16(2, 3, 5), "weight", "bf16[2,3,5]", "b t i"),
+        (1, abstract(2, 3, 5), "weight", "bf16[2,3,5]", "b t i"),
     ),
     (
         kv_quant.pack,
         kv_quant.PACK_DISPATCH,
-        (_bf16(64, 64),),
+        (abstract(64, 64),),
         dict(format="fp8"),
-        (0, _int(64, 64), "x", "i32[64,64]", "*n c"),
+        (0, integers(64, 64), "x", "i32[64,64]", "*n c"),
     ),
     (
         kv_quant.unpack,
         kv_quant.UNPACK_DISPATCH,
         (_bytes(64, LAYOUT.sizes[-1]),),
         dict(layout=record_layout("fp8", 64, leading=("n",)), dtype=jnp.bfloat16),
-        (0, _int(64, 72), "records", "i32[64,72]", "*n r"),
+        (0, integers(64, 72), "records", "i32[64,72]", "*n r"),
     ),
     (
         morton.encode,
         morton.ENCODE_DISPATCH,
-        (jax.ShapeDtypeStruct((2, 1024), jnp.uint32),),
+        (abstract(2, 1024, dtype=jnp.uint32),),
         dict(bits=4),
-        (0, _int(2, 1024), "coordinates", "i32[2,1024]", "d n"),
+        (0, integers(2, 1024), "coordinates", "i32[2,1024]", "d n"),
     ),
     (
         morton.decode,
         morton.DECODE_DISPATCH,
-        (jax.ShapeDtypeStruct((1024,), jnp.uint32),),
+        (abstract(1024, dtype=jnp.uint32),),
         dict(dimensions=2, bits=4),
-        (0, jax.ShapeDtypeStruct((2, 4), jnp.uint32), "codes", "u32[2,4]", "n"),
+        (0, abstract(2, 4, dtype=jnp.uint32), "codes", "u32[2,4]", "n"),
     ),
     (
         codec.transform,
         codec.DISPATCH,
-        (_bf16(8, 8, 32),),
+        (abstract(8, 8, 32),),
         dict(channels="hadamard"),
-        (0, _bf16(64, 32), "x", "bf16[64,32]", "n s c"),
+        (0, abstract(64, 32), "x", "bf16[64,32]", "n s c"),
     ),
     (
         codec.inverse,
         codec.INVERSE_DISPATCH,
-        (_bf16(8, 8, 32),),
+        (abstract(8, 8, 32),),
         dict(tokens="cosine"),
-        (0, _int(8, 8, 32), "x", "i32[8,8,32]", "n s c"),
+        (0, integers(8, 8, 32), "x", "i32[8,8,32]", "n s c"),
     ),
     (
         codec.hadamard,
         codec.DISPATCH,
-        (_bf16(64, 32),),
+        (abstract(64, 32),),
         {},
         (0, _bytes(64, 32), "x", "u8[64,32]", "*n c"),
     ),
     (
         codec.transform_pack,
         codec.PACK_DISPATCH,
-        (_bf16(8, 8, 64),),
+        (abstract(8, 8, 64),),
         dict(format="fp8"),
-        (0, _bf16(8, 64), "x", "bf16[8,64]", "n s c"),
+        (0, abstract(8, 64), "x", "bf16[8,64]", "n s c"),
     ),
     (
         codec.unpack_inverse,
         codec.UNPACK_DISPATCH,
         (_bytes(8, 8, LAYOUT.sizes[-1]),),
         dict(layout=record_layout("fp8", 64, leading=("n", "s"))),
-        (0, _bf16(8, 8, 72), "records", "bf16[8,8,72]", "n s r"),
+        (0, abstract(8, 8, 72), "records", "bf16[8,8,72]", "n s r"),
     ),
 ]
 
@@ -203,7 +196,7 @@ def _text(function, arrays):
 
 def test_groups_of_heads():
     """Key/value heads must divide the query heads, whatever computes."""
-    key = _bf16(2, 5, 3, 64)
+    key = abstract(2, 5, 3, 64)
     for call in (
         lambda q, k, i: window.window_attention(q, k, k, i[..., 0], i[:, 0], **WINDOW),
         lambda q, k, i: compressed.compressed_attention(
@@ -213,10 +206,10 @@ def test_groups_of_heads():
         lambda q, k, i: sparse.masked_attention(q, k, k, i > 0, scale=1.0),
     ):
         with pytest.raises(ValueError, match="4 query heads over 3 key/value heads"):
-            lower(call, QUERY, key, _int(2, 3, 5))
+            lower(call, QUERY, key, integers(2, 3, 5))
 
 
 @pytest.mark.parametrize("shape", [(2, 0, 4, 256), (2, 3, 4, 5)])
 def test_nothing_overlaps(shape):
     with pytest.raises(ValueError, match="expected at least one group and an even"):
-        lower(pooling.overlapping_pool, _bf16(*shape), _bf16(*shape))
+        lower(pooling.overlapping_pool, abstract(*shape), abstract(*shape))

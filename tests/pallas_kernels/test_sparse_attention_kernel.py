@@ -22,6 +22,7 @@ from pallas_kernels.sparse_attention.api import (
 )
 from pallas_kernels.sparse_attention.config import Config
 from pallas_kernels.sparse_attention.reference import reference
+from tests.pallas_kernels.kernel_arrays import abstract, integers, sees_nothing
 
 # bfloat16 weights against float64 ones: 2^-9 of the largest value, and the sums' own.
 _WEIGHTS, _SUMS = 2**-8, 2e-5
@@ -157,7 +158,7 @@ def test_nothing_to_choose(e, c, normal):
             scale=1.0,
             implementation="mosaic_gpu",
         )
-    np.testing.assert_array_equal(np.asarray(finish(partial, None)), 0)
+        sees_nothing(partial, (2, 3, 4, 64))
 
 
 def test_channel_order():
@@ -169,41 +170,33 @@ def test_channel_order():
     np.testing.assert_array_equal(packed.join_words(split, 64), x)
 
 
-def _abstract(*shape, dtype=jnp.bfloat16):
-    return jax.ShapeDtypeStruct(shape, dtype)
-
-
-def _lists(*shape):
-    return _abstract(*shape, dtype=jnp.int32)
-
-
 # Name: (query, entries or records, lists) of V4-Flash, V4-Pro and ordinary heads.
 CALLS = {
     "flash": (
-        _abstract(8, 32, 64, 512),
-        _abstract(8, 2**20, 1, 512),
-        _lists(8, 32, 512),
+        abstract(8, 32, 64, 512),
+        abstract(8, 2**20, 1, 512),
+        integers(8, 32, 512),
     ),
     # More queries than CUDA takes blocks along any axis but a grid's last.
     "prefill": (
-        _abstract(1, 2**17, 64, 512),
-        _abstract(1, 2**15, 1, 512),
-        _lists(1, 2**17, 512),
+        abstract(1, 2**17, 64, 512),
+        abstract(1, 2**15, 1, 512),
+        integers(1, 2**17, 512),
     ),
-    "pro": (_abstract(1, 2, 128, 512), _abstract(1, 4096, 1, 512), _lists(1, 2, 1024)),
+    "pro": (abstract(1, 2, 128, 512), abstract(1, 4096, 1, 512), integers(1, 2, 1024)),
     "flash fp8": (
-        _abstract(8, 32, 64, 512),
-        _abstract(8, 2**20, 584, dtype=jnp.uint8),
-        _lists(8, 32, 512),
+        abstract(8, 32, 64, 512),
+        abstract(8, 2**20, 584, dtype=jnp.uint8),
+        integers(8, 32, 512),
     ),
     "pro fp8": (
-        _abstract(1, 2, 128, 512),
-        _abstract(1, 4096, 640, dtype=jnp.uint8),
-        _lists(1, 2, 1024),
+        abstract(1, 2, 128, 512),
+        abstract(1, 4096, 640, dtype=jnp.uint8),
+        integers(1, 2, 1024),
     ),
-    "grouped": (_abstract(2, 8, 32, 128), _abstract(2, 512, 8, 128), _lists(2, 8, 64)),
-    "small": (_abstract(1, 1, 4, 64), _abstract(1, 99, 1, 64), _lists(1, 1, 100)),
-    "odd": (_abstract(1, 2, 64, 384), _abstract(1, 99, 1, 384), _lists(1, 2, 33)),
+    "grouped": (abstract(2, 8, 32, 128), abstract(2, 512, 8, 128), integers(2, 8, 64)),
+    "small": (abstract(1, 1, 4, 64), abstract(1, 99, 1, 64), integers(1, 1, 100)),
+    "odd": (abstract(1, 2, 64, 384), abstract(1, 99, 1, 384), integers(1, 2, 33)),
 }
 
 
@@ -318,13 +311,13 @@ def test_other_devices(device):
 @pytest.mark.parametrize(
     ("query", "c", "reason"),
     [
-        (_abstract(1, 1, 1, 64, dtype=jnp.float32), 4, "multiplies bfloat16"),
-        (_abstract(1, 1, 1, 96), 4, "channels a head, not 96"),
-        (_abstract(1, 1, 1, 64), 10**7, "lists in shared memory"),
+        (abstract(1, 1, 1, 64, dtype=jnp.float32), 4, "multiplies bfloat16"),
+        (abstract(1, 1, 1, 96), 4, "channels a head, not 96"),
+        (abstract(1, 1, 1, 64), 10**7, "lists in shared memory"),
     ],
 )
 def test_refusals(query, c, reason):
-    key = _abstract(1, 8, 1, query.shape[3], dtype=query.dtype)
+    key = abstract(1, 8, 1, query.shape[3], dtype=query.dtype)
     with pytest.raises(Unsupported, match=reason):
         lower(
             lambda q, k, i: sparse_attention(
@@ -332,7 +325,7 @@ def test_refusals(query, c, reason):
             ),
             query,
             key,
-            _lists(1, 1, c),
+            integers(1, 1, c),
         )
 
 
@@ -342,15 +335,15 @@ def test_refusals(query, c, reason):
 )
 def test_packed_refusals(format, rotary, e, reason):
     layout = record_layout(format, 448 + rotary, rotary=rotary)
-    records = _abstract(1, e, layout.sizes[-1], dtype=jnp.uint8)
+    records = abstract(1, e, layout.sizes[-1], dtype=jnp.uint8)
     with pytest.raises(Unsupported, match=reason):
         lower(
             lambda q, r, c: sparse_attention_packed(
                 q, r, layout, c, scale=1.0, implementation="mosaic_gpu"
             ),
-            _abstract(1, 1, 64, 448 + rotary),
+            abstract(1, 1, 64, 448 + rotary),
             records,
-            _lists(1, 1, 4),
+            integers(1, 1, 4),
         )
 
 

@@ -11,6 +11,7 @@ from pallas_kernels.lowering import kernels, lower
 from pallas_kernels.softmax import finish
 from pallas_kernels.sparse_attention.api import sparse_attention
 from pallas_kernels.sparse_attention.reference import reference
+from tests.pallas_kernels.kernel_arrays import abstract, integers, sees_nothing
 
 NAME = "mosaic_gpu_registers"
 
@@ -51,11 +52,7 @@ def test_shared_and_short(normal, agrees):
     for empty, list_size in ((key[:, :0], 1), (key, 0)):
         none = jnp.full((1, 1, list_size), -1)
         partial = _run(query, empty, empty, none)
-        np.testing.assert_array_equal(np.asarray(finish(partial, None)), 0)
-
-
-def _abstract(*shape, dtype=jnp.bfloat16):
-    return jax.ShapeDtypeStruct(shape, dtype)
+        sees_nothing(partial, query.shape)
 
 
 def _call(query, key, chosen, implementation=NAME, **options):
@@ -71,9 +68,9 @@ def _call(query, key, chosen, implementation=NAME, **options):
 def test_lowers(device, h, dtype):
     """Entries beyond 2^31 elements."""
     arrays = (
-        _abstract(2, 1, 32, h, dtype=dtype),
-        _abstract(2, 2**22, 8, h, dtype=dtype),
-        _abstract(2, 1, 512, dtype=jnp.int32),
+        abstract(2, 1, 32, h, dtype=dtype),
+        abstract(2, 2**22, 8, h, dtype=dtype),
+        integers(2, 1, 512),
     )
     assert kernels(lower(_call, *arrays, device=device)) == 1
     if device in ("a100", "b200"):
@@ -111,8 +108,8 @@ def test_gradient_lowers():
     def loss(query, key, chosen):
         return jnp.sum(finish(_call(query, key, chosen), None) ** 2)
 
-    arrays = (_abstract(1, 1, 4, 64), _abstract(1, 9, 1, 64))
-    chosen = _abstract(1, 1, 4, dtype=jnp.int32)
+    arrays = (abstract(1, 1, 4, 64), abstract(1, 9, 1, 64))
+    chosen = integers(1, 1, 4)
     gradient = jax.grad(loss, argnums=(0, 1))
     assert kernels(lower(gradient, *arrays, chosen)) == 1
 
@@ -120,10 +117,10 @@ def test_gradient_lowers():
 @pytest.mark.parametrize(
     ("query", "reason"),
     [
-        (_abstract(1, 17, 4, 64), "up to 16 queries"),
-        (_abstract(1, 1, 4, 512), "multiple of 8 up to 128"),
-        (_abstract(1, 1, 65, 64), "up to 64 heads a group, not 65"),
-        (_abstract(1, 1, 4, 64, dtype=jnp.float16), "float32 or bfloat16"),
+        (abstract(1, 17, 4, 64), "up to 16 queries"),
+        (abstract(1, 1, 4, 512), "multiple of 8 up to 128"),
+        (abstract(1, 1, 65, 64), "up to 64 heads a group, not 65"),
+        (abstract(1, 1, 4, 64, dtype=jnp.float16), "float32 or bfloat16"),
     ],
 )
 def test_refusals(query, reason):
@@ -132,14 +129,14 @@ def test_refusals(query, reason):
         lower(
             _call,
             query,
-            _abstract(b, 9, 1, h),
-            _abstract(b, t, 4, dtype=jnp.int32),
+            abstract(b, 9, 1, h),
+            integers(b, t, 4),
         )
 
 
 def test_refuses_mass():
-    arrays = (_abstract(1, 1, 4, 64), _abstract(1, 9, 1, 64))
-    chosen = _abstract(1, 1, 4, dtype=jnp.int32)
+    arrays = (abstract(1, 1, 4, 64), abstract(1, 9, 1, 64))
+    chosen = integers(1, 1, 4)
     with pytest.raises(Unsupported, match="attention mass"):
         lower(lambda q, k, c: _call(q, k, c, mass_block=4), *arrays, chosen)
 

@@ -16,21 +16,24 @@ from pallas_kernels.window_attention import mosaic_gpu
 from pallas_kernels.window_attention.api import window_attention
 from pallas_kernels.window_attention.mosaic_gpu import Config
 from pallas_kernels.window_attention.reference import reference
+from tests.pallas_kernels.kernel_arrays import (
+    ATOL,
+    abstract,
+    given,
+    integers,
+    rounded,
+    same_gradients,
+    sees_nothing,
+)
 
-# Weights are rounded to bfloat16 before they meet the values: 2^-9 of a value.
-ATOL = 8e-3
 SLOPES = np.array([0.0, 0.3, 0.1, 1.0], np.float32)
-
-
-def _rounded(x):
-    return np.asarray(jnp.asarray(x, jnp.bfloat16), np.float32)
 
 
 def _case(normal, b, t, n, k, h, window, *, shared=True, s=None):
     """(arrays, positions) of a step whose keys are contiguous; row 0 starts at 0."""
     s = t + window - 1 if s is None else s
-    query, key = _rounded(normal(b, t, n, h)), _rounded(normal(b, s, k, h))
-    value = key if shared else _rounded(normal(b, s, k, h))
+    query, key = rounded(normal(b, t, n, h)), rounded(normal(b, s, k, h))
+    value = key if shared else rounded(normal(b, s, k, h))
     start = 17 * np.arange(b)[:, None]
     at = start + np.arange(t)
     positions = start - (window - 1) + np.arange(s)
@@ -38,12 +41,8 @@ def _case(normal, b, t, n, k, h, window, *, shared=True, s=None):
 
 
 def _run(arrays, places, *, config=None, visible_from=None, decay=None, **options):
-    query, key, value = arrays
-    given = jnp.asarray(key, jnp.bfloat16)
     return mosaic_gpu.window_attention(
-        jnp.asarray(query, jnp.bfloat16),
-        given,
-        given if value is key else jnp.asarray(value, jnp.bfloat16),
+        *given(*arrays),
         *map(jnp.asarray, places),
         decay=None if decay is None else jnp.asarray(decay),
         visible_from=None if visible_from is None else jnp.asarray(visible_from),
@@ -101,7 +100,7 @@ def test_ring(normal, agrees):
                 query, key, value, at, positions, window=window, scale=0.3, decay=SLOPES
             )
             got = run(
-                *(jnp.asarray(x, jnp.bfloat16) for x in (query, key, value)),
+                *given(query, key, value),
                 jnp.asarray(at),
                 jnp.asarray(positions),
                 decay=jnp.asarray(SLOPES),
@@ -118,19 +117,16 @@ def test_nothing_is_seen(t, s, normal):
         got = _run(
             arrays, (at, none), window=4, scale=1.0, decay=None, contiguous=False
         )
-        out = np.asarray(finish(got, None))
-    assert out.shape == (2, t, 4, 64)
-    np.testing.assert_array_equal(out, 0)
+        sees_nothing(got, (2, t, 4, 64))
 
 
-def _abstract(b, t, n, k, h, s, *, dtype=jnp.bfloat16):
-    shape = jax.ShapeDtypeStruct
+def _arrays(b, t, n, k, h, s, *, dtype=jnp.bfloat16):
     return (
-        shape((b, t, n, h), dtype),
-        shape((b, s, k, h), dtype),
-        shape((b, t), jnp.int32),
-        shape((b, s), jnp.int32),
-        shape((n,), jnp.float32),
+        abstract(b, t, n, h, dtype=dtype),
+        abstract(b, s, k, h, dtype=dtype),
+        integers(b, t),
+        integers(b, s),
+        abstract(n, dtype=jnp.float32),
     )
 
 
@@ -159,7 +155,7 @@ def test_lowers_v4(n, device):
     """Prefill of 2^17 tokens, whose output has 2^32 numbers, and decode from a ring."""
     call = functools.partial(_call, window_attention, implementation="mosaic_gpu")
     for t, s in ((2**17, 2**17 + 127), (1, 130)):
-        arrays = _abstract(1, t, n, 1, 512, s)
+        arrays = _arrays(1, t, n, 1, 512, s)
         text = lower(call(contiguous=t > 1), *arrays, device=device)
         assert kernels(text) == 1
 
@@ -169,7 +165,7 @@ def test_lowers_v4(n, device):
 )
 @pytest.mark.parametrize("h", [pytest.param(64, marks=pytest.mark.slow), 128])
 def test_lowers_every_configuration(h, device):
-    arrays = _abstract(2, 33, 16, 4, h, 160)
+    arrays = _arrays(2, 33, 16, 4, h, 160)
     query, key, *_ = arrays
     value = key.update()
     configs = mosaic_gpu.configurations(query, key, value)
@@ -197,7 +193,7 @@ def test_lowers_every_configuration(h, device):
 def test_refusal(device, dtype, h, reason):
     call = _call(window_attention, contiguous=False, implementation="mosaic_gpu")
     with pytest.raises(Unsupported, match=reason):
-        lower(call, *_abstract(1, 1, 2, 1, h, 8, dtype=dtype), device=device)
+        lower(call, *_arrays(1, 1, 2, 1, h, 8, dtype=dtype), device=device)
 
 
 def test_gradient(normal):
@@ -225,9 +221,8 @@ def test_gradient(normal):
         return grad(query, key, jnp.asarray(SLOPES))
 
     with interpreted():
-        got = [np.asarray(x, np.float32) for x in gradient("mosaic_gpu")]
-    for a, b in zip(got, gradient("xla"), strict=True):
-        np.testing.assert_allclose(a, np.asarray(b, np.float32), rtol=2e-2, atol=3e-2)
+        got = jax.block_until_ready(gradient("mosaic_gpu"))
+    same_gradients(got, gradient("xla"))
 
 
 @pytest.mark.gpu
@@ -249,8 +244,6 @@ def test_every_configuration_on_a_device(normal, agrees):
     arrays, places = _case(normal, 2, 70, 8, 2, 128, 100, shared=False)
     options = dict(window=100, scale=128**-0.5, decay=None)
     want = reference(*arrays, *places, **options)
-    for config in mosaic_gpu.configurations(
-        *(jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) for x in arrays)
-    ):
+    for config in mosaic_gpu.configurations(*(abstract(*x.shape) for x in arrays)):
         got = _run(arrays, places, contiguous=True, config=config, **options)
         agrees(got, want, atol=ATOL)
