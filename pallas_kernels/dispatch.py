@@ -1,15 +1,23 @@
 """Choice of an operation's implementation: by name, or the best that is supported."""
 
+import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+import jax
+import jaxtyping
 
 from pallas_kernels.device import Target, current_target
 
 SM90 = frozenset({(9, 0)})
 # Kernels of plain arithmetic on registers, without tensor-core instructions.
 PORTABLE = frozenset({(8, 0), (9, 0), (10, 0)})
+# A warning is shown where the code of a user calls.
+_OWN = tuple(
+    os.path.dirname(file) for file in (__file__, jax.__file__, jaxtyping.__file__)
+)
 
 
 class Unsupported(ValueError):
@@ -117,5 +125,7 @@ class Dispatch:
         if (name, reason) not in self._warned:
             self._warned.add((name, reason))
             warnings.warn(
-                f"{self.op}: {name} {reason}; falls back", RuntimeWarning, stacklevel=4
+                f"{self.op}: {name} {reason}; falls back",
+                RuntimeWarning,
+                skip_file_prefixes=_OWN,
             )

@@ -123,7 +123,8 @@ def transform_pack(
     what decorrelation gains comes from fewer bits for the small ones.
     """
     size = record_layout(format, x.shape[2], alignment=alignment).sizes[-1]
-    matrices = _matrices(x.shape, tokens, channels)
+    # Bytes have no gradient, of which a kernel would have to know.
+    x, *matrices = jax.lax.stop_gradient((x, *_matrices(x.shape, tokens, channels)))
     return PACK_DISPATCH(
         x, *matrices, format=format, size=size, implementation=implementation
     )

@@ -159,7 +159,18 @@ def unpack_inverse(
     width: int,
     config: Config | None = None,
 ) -> Array:
-    """float32[n, s, width] as ``xla.unpack_inverse``."""
+    """float32[n, s, width] as ``xla.unpack_inverse``; the gradient is XLA's."""
+    return _unpack_inverse((format, width, config), records, tokens, channels)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _unpack_inverse(
+    options: tuple[str, int, Config | None],
+    records: Array,
+    tokens: Array | None,
+    channels: Array | None,
+) -> Array:
+    format, width, config = options
     n, group, size = records.shape
     plan = Plan(
         width=width,
@@ -181,6 +192,23 @@ def unpack_inverse(
     rows = records.reshape(n * group, size)
     out = _by_tiles(plan, run, others, rows, basis, turned, config)
     return out.reshape(n, group, width)
+
+
+def _unpack_forward(options: Any, *arrays: Any) -> tuple[Array, Any]:
+    return _unpack_inverse(options, *arrays), arrays
+
+
+def _unpack_backward(options: Any, saved: Any, slope: Array) -> Any:
+    format, width, _ = options
+    records, *bases = saved
+
+    def differentiable(*bases: Any) -> Array:
+        return xla.unpack_inverse(records, *bases, format=format, width=width)
+
+    return None, *jax.vjp(differentiable, *bases)[1](slope)
+
+
+_unpack_inverse.defvjp(_unpack_forward, _unpack_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -1,5 +1,11 @@
 """Lightning-indexer scores and the choice of the best entries."""
 
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.abi import Layout, check_stored
@@ -68,9 +74,35 @@ def indexer_topk(
       (index int32[b, t, min(k, e)], -1 where fewer are visible; scores float32 of
       the same shape, -inf there).
 
+    The scores have the gradient of `indexer_scores` at the chosen entries, which takes
+    their keys query by query, b·t·k·c numbers; the choice itself has none.
+
     Raises:
       LayoutError: ``key`` is not as described.
       Unsupported: the named implementation does not serve the call.
     """
     check_stored(key_layout, KEY_AXES, key, "indexer_topk key")
-    return DISPATCH(query, weight, key, visible, k=k, implementation=implementation)
+    return _choose(k, implementation, query, weight, key, visible)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _choose(
+    k: int, implementation: str | None, *arrays: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    return DISPATCH(*arrays, k=k, implementation=implementation)
+
+
+@_choose.defjvp
+def _choose_jvp(k: int, implementation: str | None, primals: Any, tangents: Any):
+    index, best = _choose(k, implementation, *primals)
+
+    def scores_of_chosen(query: jax.Array, weight: jax.Array, key: jax.Array):
+        at = jnp.maximum(index, 0)[:, :, None]
+        keys = jnp.take_along_axis(key[:, None], at, axis=3).astype(jnp.float32)
+        products = jnp.einsum("btic,btck->btik", query.astype(jnp.float32), keys)
+        weight = weight.astype(jnp.float32)
+        scores = jnp.einsum("bti,btik->btk", weight, jax.nn.relu(products))
+        return jnp.where(index >= 0, scores, 0.0)
+
+    slope = jax.jvp(scores_of_chosen, primals[:3], tangents[:3])[1]
+    return (index, best), (np.zeros(index.shape, jax.dtypes.float0), slope)

@@ -139,7 +139,7 @@ def indexer_topk(
     k: int,
     config: Config | None = None,
 ) -> tuple[Array, Array]:
-    """(index, scores) as ``api.indexer_topk``; not differentiable.
+    """(index, scores) as ``api.indexer_topk``, which differentiates it.
 
     Args:
       query, key: bfloat16.

@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Float, UInt8
 
@@ -70,6 +71,8 @@ def pack(
     Formats 1.0.
     """
     *leading, channels = x.shape
+    # Bytes have no gradient, of which a kernel would have to know.
+    x = jax.lax.stop_gradient(x)
     layout = record_layout(format, channels, rotary=rotary, alignment=alignment)
     size = layout.sizes[-1]
     records = PACK_DISPATCH(

@@ -77,7 +77,7 @@ def _pool(
 ) -> Array:
     """Pools the slots of several sources, each (group offset, first channel)."""
     b, _, slots, _ = content.shape
-    if b * groups * channels == 0:
+    if b * groups * slots * channels == 0:
         return jnp.zeros((b, groups, channels), jnp.float32)
     width = max(
         w for w in range(_LANES, _MOST_CHANNELS + 1, _LANES) if not channels % w

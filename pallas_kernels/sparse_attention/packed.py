@@ -24,6 +24,8 @@ from pallas_kernels.sparse_attention.gather_sm90 import Fetch, attend
 
 # Words whose bytes fill the columns of one swizzled row each.
 _WORDS = 16
+# Most elements along an axis that one bulk copy moves.
+_MOST_COPIED = 256
 
 
 def sizes_of(query: Any, records: Any, chosen: Any) -> Sizes:
@@ -67,6 +69,8 @@ def refuses(
     # Bulk copies want rows at multiples of 16 bytes: of one record, or of two.
     if record % 8 or (record % 16 and b * e % 2):
         return f"copies records of 16 bytes, or pairs of 8, not {b * e} of {record}"
+    if _copied_words(record) > _MOST_COPIED:
+        return f"copies records of up to {4 * _MOST_COPIED} bytes, not {record}"
     reason = flash_config.refuses(query, query, query)
     if reason is None and not legal(sizes_of(query, records, chosen)):
         reason = f"keeps lists in shared memory, not {chosen.shape[2]} entries each"
@@ -170,6 +174,14 @@ def _reordered(
     )
 
 
+def _copied_words(record: int) -> int:
+    """32-bit words that are copied to read a record.
+
+    One of 8 bytes more than a multiple of 16 is copied with what follows it.
+    """
+    return -(-record // 16) * 4
+
+
 def _fetch(
     format: str, rotary: int, records: Array, sizes: Sizes, config: Config
 ) -> Fetch:
@@ -178,9 +190,8 @@ def _fetch(
     blocks = (sizes.h - rotary) // spec.block
     scales_at = spec.scale_at(sizes.h, rotary) // 4
     words = sizes.record // 4
-    # A record of 8 bytes more than a multiple of 16 is copied with what follows it.
-    paired = sizes.record % 16 != 0
-    copied = words + 2 * paired
+    copied = _copied_words(sizes.record)
+    paired = copied != words
     rows = sizes.b * sizes.e
     shape = (rows // 2, 2 * words) if paired else (rows, words)
     array = jax.lax.bitcast_convert_type(
