@@ -243,7 +243,7 @@ def _differ_in_padding(a: Layout, b: Layout) -> bool:
 def check_stored(
     layout: Layout | None, axes: tuple[str, ...], array: Any, name: str
 ) -> None:
-    """Refuses a stored array whose owner describes it otherwise than an operation.
+    """Refuses a stored array of plain numbers that is described otherwise.
 
     Args:
       layout: the owner's description, None where it keeps none.
@@ -256,6 +256,10 @@ def check_stored(
         raise LayoutError(
             f"{name}: given axes {layout.axes} of version {layout.version}, expected "
             f"{axes} of version {VERSION}"
+        )
+    if layout.quantization != "none":
+        raise LayoutError(
+            f"{name}: given {layout.quantization!r} codes, expected plain numbers"
         )
     layout.check(array, name)
 

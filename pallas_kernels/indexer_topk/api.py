@@ -38,6 +38,7 @@ def indexer_scores(
     weight: Float[Array, "b t i"],
     key: Float[Array, "b c e"],
     *,
+    key_layout: Layout | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "b t e"]:
     """float32[b, t, e]: Σ_i weight_i · relu(query_i · key).
@@ -45,8 +46,14 @@ def indexer_scores(
     Args:
       query: float[b, t, i, c]; weight: float[b, t, i], scale included.
       key: float[b, c, e].
+      key_layout: the owner's description of ``key``, checked if given.
       implementation: a name of ``SCORES_DISPATCH.names``; None for the best supported.
+
+    Raises:
+      LayoutError: ``key`` is not as described.
+      Unsupported: the named implementation does not serve the call.
     """
+    check_stored(key_layout, KEY_AXES, key, "indexer_scores key")
     return SCORES_DISPATCH(query, weight, key, implementation=implementation)
 
 

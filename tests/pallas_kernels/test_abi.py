@@ -9,7 +9,11 @@ import pytest
 
 from pallas_kernels import abi
 from pallas_kernels.abi import Layout, LayoutError
+from pallas_kernels.compressed_attention import api as compressed
+from pallas_kernels.indexer_topk import api as indexer
 from pallas_kernels.indexer_topk.api import indexer_topk
+from pallas_kernels.sparse_attention import api as sparse
+from pallas_kernels.window_attention import api as window
 
 RECORDS = Layout(
     axes=("b", "e", "r"),
@@ -153,3 +157,52 @@ def test_operation_checks_the_owners_layout():
     layout = dataclasses.replace(layout, dtype="float32")
     index, _ = indexer_topk(*args, visible, k=1, key_layout=layout)
     assert int(index[0, 0, 0]) == 0
+
+
+QUERY, ENTRIES = jnp.ones((1, 1, 2, 4)), jnp.ones((1, 3, 1, 4))
+PLACE, INDEX = jnp.zeros((1, 1), jnp.int32), jnp.zeros((1, 3), jnp.int32)
+SCORED = (jnp.ones((1, 1, 1, 4)), jnp.ones((1, 1, 1)), jnp.ones((1, 4, 3)))
+CALLS = {
+    "window_attention": lambda layout: window.window_attention(
+        *(QUERY, ENTRIES, ENTRIES, PLACE, INDEX),
+        window=2,
+        scale=1.0,
+        decay=None,
+        contiguous=False,
+        key_layout=layout,
+    ),
+    "compressed_attention": lambda layout: compressed.compressed_attention(
+        *(QUERY, ENTRIES, ENTRIES, PLACE),
+        scale=1.0,
+        static=False,
+        entry_layout=layout,
+    ),
+    "sparse_attention": lambda layout: sparse.sparse_attention(
+        *(QUERY, ENTRIES, ENTRIES, INDEX[:, None]),
+        scale=1.0,
+        entry_layout=layout,
+    ),
+    "indexer_topk": lambda layout: indexer.indexer_topk(
+        *SCORED, PLACE, k=1, key_layout=layout
+    ),
+    "indexer_scores": lambda layout: indexer.indexer_scores(*SCORED, key_layout=layout),
+}
+
+
+@pytest.mark.parametrize("op", CALLS)
+def test_every_operation_checks(op):
+    """Axes, version, codes, dtype and sizes of keys, in one operation as in another."""
+    axes = indexer.KEY_AXES
+    if not op.startswith("indexer"):
+        axes = window.KEY_AXES if op == "window_attention" else sparse.ENTRY_AXES
+    good = Layout(axes=axes, sizes=(None,) * len(axes), dtype="float32")
+    CALLS[op](good)
+    for change, message in (
+        ({"axes": axes[::-1]}, "given axes"),
+        ({"version": 0}, "given axes .* of version 0, expected"),
+        ({"quantization": "int8"}, "given 'int8' codes, expected plain numbers"),
+        ({"dtype": "bfloat16"}, r"given float32\[1, "),
+        ({"sizes": (*good.sizes[:-1], 8)}, r"given float32\[1, "),
+    ):
+        with pytest.raises(LayoutError, match=f"{op} key: {message}"):
+            CALLS[op](dataclasses.replace(good, **change))
