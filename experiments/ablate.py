@@ -35,12 +35,11 @@ from experiments.ablate_report import (
     write_report,
 )
 from experiments.cost import cache_bytes_per_token, decode_ms, prefill_tokens_per_s
+from experiments.fitting import Clock, fit_stage
 from hybrid_attn.config import ModelConfig
 from hybrid_attn.model import Model
 from hybrid_attn.sizes import count_parameters
-from hybrid_attn.training.checkpoint import TrainCheckpoints
 from hybrid_attn.training.data import Batch
-from hybrid_attn.training.fit import fit
 from hybrid_attn.training.trainer import TrainConfig, Trainer
 
 COMMAND = "python -m experiments.ablate --config=configs/quickstart.py --workdir=DIR"
@@ -49,35 +48,6 @@ TASKS = ("recall", "text", "cost")
 # and what compiling and evaluating add to a training.
 _STEP = {"recall": 0.05, "text": 0.2}
 _COST, _EXTRA = 12.0, 12.0
-
-
-class Clock:
-    """Seconds of this process, stored so that a killed one still counts."""
-
-    def __init__(self, workdir: runner.Workdir, every: float = 5.0):
-        self._workdir, self._every = workdir, every
-        self._begin = self._saved = time.monotonic()
-        number = 0
-        while workdir.is_done(f"process.{number}"):
-            number += 1
-        self._number = number
-        self.save()
-
-    def tick(self) -> None:
-        """Stores the time, at most once in `every` seconds."""
-        if time.monotonic() - self._saved >= self._every:
-            self.save()
-
-    def save(self) -> None:
-        self._saved = time.monotonic()
-        seconds = self._saved - self._begin
-        self._workdir.mark_done(f"process.{self._number}", {"seconds": seconds})
-
-    def total(self) -> float:
-        """Seconds of every process so far."""
-        self.save()
-        numbers = range(self._number + 1)
-        return sum(self._workdir.result(f"process.{n}")["seconds"] for n in numbers)
 
 
 @dataclasses.dataclass
@@ -192,30 +162,16 @@ class Run:
         train: TrainConfig,
         batch_at: Callable[[int], Batch],
     ) -> Model:
-        directory = self.workdir.file(f"checkpoints/{stage}")
-        self.workdir.rewind_metrics(stage, 1 + _latest_step(directory))
-        last = {}
-
-        def on_metrics(step: int, values: dict[str, float]) -> None:
-            self.workdir.metrics(stage, step, **values)
-            last.update(values)
-            self.clock.tick()
-
-        def on_step(step: int) -> None:
-            note = f"step {step} of {train.steps}"
-            if last:
-                note += f", loss {last['loss']:.2f}, accuracy {last['accuracy']:.2f}"
-            self.progress.update(step / train.steps, note)
-
         trainer = Trainer(model, train)
-        state = fit(
+        state = fit_stage(
+            self.workdir,
+            stage,
             trainer,
             batch_at,
-            checkpoints=directory,
             save_every=self.config.save_every,
             log_every=self.config.log_every,
-            on_metrics=on_metrics,
-            on_step=on_step,
+            progress=self.progress,
+            clock=self.clock,
         )
         return trainer.model(state)
 
@@ -298,13 +254,6 @@ def _plan(config: AblateConfig, runs: list[tuple[str, int]]) -> dict[str, float]
         for name, seed in runs
         for task in _tasks(seed)
     }
-
-
-def _latest_step(directory) -> int:
-    if not directory.exists():
-        return 0
-    with TrainCheckpoints(directory) as store:
-        return store.latest or 0
 
 
 def _by_length(record: dict[Any, float]) -> dict[int, float]:

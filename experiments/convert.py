@@ -25,7 +25,7 @@ import numpy as np
 
 import hybrid_attn as ha
 from experiments import runner
-from experiments.convert_config import ConvertConfig, Variant
+from experiments.convert_config import ConvertConfig, ConvertSettings, Variant
 from experiments.convert_report import write_report
 from experiments.evaluate import Stages
 from experiments.evaluate_tasks import evaluate_model
@@ -71,7 +71,7 @@ def main(config: ConvertConfig, workdir: runner.Workdir) -> None:
     if workdir.resumed:
         print(f"Going on with the run in {workdir.path}.")
     keys: dict[str, Any] = {}
-    calibration = _calibration(config, tokenizer)
+    calibration = calibrate(config, tokenizer)
     try:
         with runner.Progress(_plan(config)) as progress:
             for name, variant in config.variants.items():
@@ -113,13 +113,18 @@ def main(config: ConvertConfig, workdir: runner.Workdir) -> None:
     print(f"{seconds:.0f} s in all. Report: {written}")
 
 
-def _converted(
-    config: ConvertConfig,
+def convert_variant(
+    config: ConvertSettings,
     name: str,
     variant: Variant,
     source: tuple[ha.ModelConfig, ha.Model],
     calibration: np.ndarray,
 ) -> tuple[ha.ModelConfig, ha.Model]:
+    """A variant of the model, with the program's window and top k by default.
+
+    Raises:
+      ConfigError: the variant cannot be made, by its name.
+    """
     try:
         return weights.convert(
             source[0],
@@ -139,7 +144,7 @@ def _measure(
     config, workdir, name, variant, source, tokenizer, calibration, progress
 ) -> dict[str, Any]:
     """Converts, counts, reads the texts and the haystacks; returns `_measured`."""
-    new_config, model = _converted(config, name, variant, source, calibration)
+    new_config, model = convert_variant(config, name, variant, source, calibration)
     cache = ha.init_cache(new_config, 1, config.context, undo=0)
     ledger = ha.cache_bytes(cache)
     workdir.mark_done(
@@ -154,8 +159,23 @@ def _measure(
     del cache
     if name in config.save:
         workdir.mark_done(f"{name}.saved", _save(workdir, name, new_config, model))
+    measure(
+        config, new_config, model, tokenizer, VariantStages(workdir, name), progress
+    )
+    return _measured(config, workdir, name)
+
+
+def measure(
+    config: ConvertSettings,
+    model_config: ha.ModelConfig,
+    model: ha.Model,
+    tokenizer: Any,
+    stages: VariantStages,
+    progress: runner.Progress,
+) -> None:
+    """Reads the texts and the haystacks that the stages lack."""
     # Windows and haystacks by what they read.
-    text, total = _tokens(config)[0], sum(_tokens(config))
+    text, total = tokens_read(config)[0], sum(tokens_read(config))
     shares = {"text": (0.0, text / total), "needle": (text / total, 1 - text / total)}
 
     def report(task: str, share: float, note: str) -> None:
@@ -163,14 +183,13 @@ def _measure(
         progress.update(first + part * share, note)
 
     evaluate_model(
-        new_config,
+        model_config,
         model,
         tokenizer,
         config.settings,
-        results=VariantStages(workdir, name),
+        results=stages,
         report=report,
     )
-    return _measured(config, workdir, name)
 
 
 def _save(workdir: runner.Workdir, name: str, config, model) -> dict[str, Any]:
@@ -184,7 +203,8 @@ def _save(workdir: runner.Workdir, name: str, config, model) -> dict[str, Any]:
     return {"directory": f"models/{name}"}
 
 
-def _stage_names(config: ConvertConfig, name: str) -> list[str]:
+def quality_stages(config: ConvertSettings, name: str) -> list[str]:
+    """Names of the stages that `quality` reads."""
     needle = config.needle
     return [
         *(f"{name}.text.{i}" for i in range(config.text.windows)),
@@ -193,6 +213,12 @@ def _stage_names(config: ConvertConfig, name: str) -> list[str]:
             for length in needle.lengths
             for trial in range(needle.trials)
         ),
+    ]
+
+
+def _stage_names(config: ConvertConfig, name: str) -> list[str]:
+    return [
+        *quality_stages(config, name),
         f"{name}.cache",
         *([f"{name}.saved"] if name in config.save else []),
     ]
@@ -205,6 +231,16 @@ def _is_done(config: ConvertConfig, workdir: runner.Workdir, name: str) -> bool:
 def _measured(config: ConvertConfig, workdir: runner.Workdir, name: str):
     """The keys of one variant, from its stages."""
     stages = VariantStages(workdir, name)
+    cache = stages["cache"]
+    return quality(config, stages) | {
+        "cache_bytes": cache["bytes"],
+        "bytes_per_token": cache["per_token"],
+        "pattern": config.variants[name].pattern,
+    }
+
+
+def quality(config: ConvertSettings, stages: VariantStages) -> dict[str, float]:
+    """``perplexity``, ``recall`` and ``answer_nats`` of finished stages."""
     windows = [stages[f"text.{i}"] for i in range(config.text.windows)]
     nats = sum(w["nats"] for w in windows) / sum(w["tokens"] for w in windows)
     asked = [
@@ -213,14 +249,10 @@ def _measured(config: ConvertConfig, workdir: runner.Workdir, name: str):
         for trial in range(config.needle.trials)
         for row in stages[f"needle.{length}.{trial}"]["asked"]
     ]
-    cache = stages["cache"]
     return {
         "perplexity": float(np.exp(nats)),
         "recall": float(np.mean([row["found"] for row in asked])),
         "answer_nats": float(np.mean([row["nats"] for row in asked])),
-        "cache_bytes": cache["bytes"],
-        "bytes_per_token": cache["per_token"],
-        "pattern": config.variants[name].pattern,
     }
 
 
@@ -236,28 +268,37 @@ def _compared(config: ConvertConfig, keys: dict[str, Any]) -> dict[str, Any]:
     return keys
 
 
-def _calibration(config: ConvertConfig, tokenizer) -> np.ndarray:
+def calibrate(config: ConvertSettings, tokenizer) -> np.ndarray:
     """int32[texts, length] from files that are not held out."""
     try:
         data = TextData(config.text.path).train_bytes
     except (OSError, ValueError) as error:
         raise runner.ConfigError(f"config.text.path: {error}") from error
-    rows, length = [], config.calibration_length
-    for i in range(config.calibration_texts):
-        # No token is longer than 16 bytes on average.
-        first = i * len(data) // config.calibration_texts
-        text = data[first : first + 16 * length].tobytes().decode("utf-8", "ignore")
-        ids = tokenizer.encode(text.replace("\0", "\n\n")).ids
-        if len(ids) < length:
-            raise runner.ConfigError(
-                f"config.text: text {i} for calibration has {len(ids)} tokens, fewer "
-                f"than calibration_length={length}"
-            )
-        rows.append(ids[:length])
-    return np.array(rows, np.int32)
+    texts, length = config.calibration_texts, config.calibration_length
+    rows = [
+        token_row(data, i * len(data) // texts, length, tokenizer) for i in range(texts)
+    ]
+    return np.stack(rows)
 
 
-def _tokens(config: ConvertConfig) -> tuple[float, float]:
+def token_row(data: np.ndarray, first: int, length: int, tokenizer) -> np.ndarray:
+    """int32[length], the tokens of the bytes from ``first`` on.
+
+    Raises:
+      ConfigError: the bytes end before that.
+    """
+    # No token is longer than 16 bytes on average.
+    text = data[first : first + 16 * length].tobytes().decode("utf-8", "ignore")
+    ids = tokenizer.encode(text.replace("\0", "\n\n")).ids
+    if len(ids) < length:
+        raise runner.ConfigError(
+            f"config.text: the text from byte {first} of the files that are not held "
+            f"out has {len(ids)} tokens, fewer than {length}"
+        )
+    return np.array(ids[:length], np.int32)
+
+
+def tokens_read(config: ConvertSettings) -> tuple[float, float]:
     """Tokens that one variant reads of texts and of haystacks."""
     needle = config.needle
     read = sum(1 - depth for depth in needle.depths) + max(needle.depths)
@@ -269,7 +310,7 @@ def _tokens(config: ConvertConfig) -> tuple[float, float]:
 
 def _plan(config: ConvertConfig) -> dict[str, float]:
     """Expected seconds of every variant."""
-    seconds = _COMPILE + _TOKEN * sum(_tokens(config))
+    seconds = _COMPILE + _TOKEN * sum(tokens_read(config))
     return dict.fromkeys(config.variants, seconds)
 
 

@@ -62,8 +62,8 @@ def default_variants() -> dict[str, Variant]:
 
 
 @dataclasses.dataclass(frozen=True)
-class ConvertConfig:
-    """The program's config.
+class ConvertSettings:
+    """Which conversions of which model, and what is measured on them.
 
     Attributes:
       model: as in `EvaluateConfig`.
@@ -74,8 +74,6 @@ class ConvertConfig:
         the longest context among them.
       calibration_texts, calibration_length: texts from the files that are not held
         out, for the sinks.
-      save: names of variants to write into models/ of the directory, for
-        `hybrid_attn.weights.load`. A form that no family has is reported instead.
     """
 
     model: str | None = None
@@ -94,7 +92,6 @@ class ConvertConfig:
     seed: int = 0
     calibration_texts: int = 4
     calibration_length: int = 512
-    save: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         dense = [name for name in self.variants if self._is_dense(name)]
@@ -104,9 +101,6 @@ class ConvertConfig:
             )
         if not (self.text.windows and self.needle.lengths):
             raise ValueError("text.windows and needle.lengths: expected both tasks")
-        unknown = sorted(set(self.save) - set(self.variants))
-        if unknown:
-            raise ValueError(f"save names {unknown}: expected some of variants")
         if self.calibration_texts < 1 or self.calibration_length < 1:
             raise ValueError(
                 f"calibration_texts={self.calibration_texts}, calibration_length="
@@ -142,3 +136,21 @@ class ConvertConfig:
     def context(self) -> int:
         """The longest context that is evaluated, tokens."""
         return max(self.text.length, *self.needle.lengths)
+
+
+@dataclasses.dataclass(frozen=True)
+class ConvertConfig(ConvertSettings):
+    """The program's config.
+
+    Attributes:
+      save: names of variants to write into models/ of the directory, for
+        `hybrid_attn.weights.load`. A form that no family has is reported instead.
+    """
+
+    save: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        unknown = sorted(set(self.save) - set(self.variants))
+        if unknown:
+            raise ValueError(f"save names {unknown}: expected some of variants")

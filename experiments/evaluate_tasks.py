@@ -5,6 +5,7 @@ that were converted or trained elsewhere are measured in the same way.
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 import time
@@ -122,6 +123,17 @@ def percent(depth: float) -> int:
     return round(100 * depth)
 
 
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+def _score(graph, params, cache, tokens, targets, count):
+    """(nats of the targets, first choices, cache); compiled once for equal graphs."""
+    model = nnx.merge(graph, params)
+    logits, cache, _ = pure_step(model, cache, tokens, count)
+    assert logits is not None  # all of them by default
+    chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+    nats = jax.nn.logsumexp(logits, axis=-1) - chosen
+    return nats[0], jnp.argmax(logits, axis=-1)[0], cache
+
+
 @dataclasses.dataclass
 class Evaluation:
     """The tasks on one model; what `results` holds is not done again."""
@@ -146,18 +158,7 @@ class Evaluation:
         )
         # What the tokenizer puts before every text, such as a first token.
         self._prefix = self.tokenizer.encode("").ids
-        graph, params = nnx.split(self.model)
-        self._params = params
-
-        def score(params, cache, tokens, targets, count):
-            model = nnx.merge(graph, params)
-            logits, cache, _ = pure_step(model, cache, tokens, count)
-            assert logits is not None  # all of them by default
-            chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
-            nats = jax.nn.logsumexp(logits, axis=-1) - chosen
-            return nats[0], jnp.argmax(logits, axis=-1)[0], cache
-
-        self._score = jax.jit(score, donate_argnums=(1,))
+        self._graph, self._params = nnx.split(self.model)
         self._ids = np.zeros(0, int)
         self._offsets: list[tuple[int, int]] = []
         self._text = ""
@@ -233,7 +234,8 @@ class Evaluation:
             count = min(size, len(tokens) - first)
             pad = (0, size - count)
             part = [np.pad(x[first : first + count], pad) for x in (tokens, targets)]
-            a, b, cache = self._score(
+            a, b, cache = _score(
+                self._graph,
                 self._params,
                 cache,
                 *(x[None].astype(np.int32) for x in part),

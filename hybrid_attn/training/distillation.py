@@ -40,7 +40,7 @@ PARTS = ("compressor", "indexer", "sink", "sink_key")
 
 def _optimizer() -> OptimizerConfig:
     # The weights start at the teacher's own: decay would pull them away from it.
-    return OptimizerConfig(peak_rate=1e-3, warmup=10, weight_decay=0.0)
+    return OptimizerConfig(peak_rate=3e-3, warmup=5, weight_decay=0.0)
 
 
 @dataclasses.dataclass(frozen=True)

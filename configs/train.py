@@ -1,0 +1,45 @@
+"""A hybrid model trained from scratch on text, on two CPU cores.
+
+    python -m experiments.train --config=configs/train.py --workdir=runs/train
+    python -m experiments.train --config=configs/train.py:small --workdir=DIR
+
+The text is the Python standard library's source unless `--config.scratch.path` gives
+another. `:small` trains a tenth as long on shorter rows.
+
+Measured times and results: README, "Pretrained models".
+"""
+
+import dataclasses
+
+from ml_collections import ConfigDict, config_dict
+
+from experiments.train_config import ScratchConfig
+from hybrid_attn.training.optimizer import OptimizerConfig
+from hybrid_attn.training.trainer import TrainConfig
+
+SCRATCH = ScratchConfig(
+    model={"slot_bias": 8.0},
+    train=TrainConfig(
+        steps=400,
+        batch=16,
+        length=256,
+        optimizer=OptimizerConfig(peak_rate=4e-3, warmup=40),
+    ),
+)
+
+
+def get_config(size: str = "full") -> ConfigDict:
+    """The fields of `experiments.train_config.TrainProgramConfig`, its `scratch`.
+
+    Args:
+      size: "full" or "small".
+    """
+    if size not in ("full", "small"):
+        raise ValueError(f"configs/train.py:{size}: expected 'full' or 'small'")
+    fields = dataclasses.asdict(SCRATCH)
+    fields["pattern"] = config_dict.placeholder(str)
+    fields["path"] = config_dict.placeholder(str)
+    if size == "small":
+        fields["train"] |= {"steps": 60, "batch": 8, "length": 128}
+        fields["windows"] = 32
+    return ConfigDict({"scratch": fields})
