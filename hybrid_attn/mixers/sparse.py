@@ -58,7 +58,8 @@ class SparseMixer(CompressedMixer):
         """The training form's scores of all entries, and which ones may be read.
 
         Returns:
-          (float32[b, t, e], bool[b, t, e]); the first learns nothing of the trunk.
+          (float32[b, t, e], bool[b, t, e]); no gradient of the scores reaches the
+          layer's input.
         """
         query, weight, index_key, _ = self._index(inputs, None, span)
         scores = indexer_scores(query, weight, index_key)
