@@ -6,7 +6,8 @@
 The text is the Python standard library's source unless `--config.scratch.path` gives
 another. `:small` trains a tenth as long on shorter rows.
 
-Measured times and results: README, "Pretrained models".
+Time: 73 s on two CPU cores (measured). Result of that run, 400 steps of 220,272
+parameters: 8.41 bits per byte of held-out text before, 2.34 after.
 """
 
 import dataclasses
