@@ -67,52 +67,69 @@ def compressed_attention(
         partial = nothing(q)
         mass = jnp.zeros((*visible.shape, 0), jnp.float32)
         return partial if mass_block is None else (partial, mass)
-    attend = functools.partial(_attend, run=run)
-    if size <= block:
-        partial, sums = attend(q, key, value, visible, visible_from, 0)
-        if mass_block is None or sums is None:
-            return partial
-        sums = jax.tree.map(lambda x: x[None], sums)
-        return partial, _mass(partial, sums, mass_block, size, run)
-    blocks = -(-size // block)
 
-    def body(index: Array, partial: Partial) -> tuple[Partial, _Sums | None]:
-        # The last block starts early enough to be whole; what it re-reads is masked.
-        first = jnp.minimum(index * block, size - block)
+    def read(first: Array | int, count: int) -> tuple[Partial, _Sums | None]:
         cut = functools.partial(
-            jax.lax.dynamic_slice_in_dim, start_index=first, slice_size=block, axis=1
+            jax.lax.dynamic_slice_in_dim, start_index=first, slice_size=count, axis=1
         )
         k_block = cut(key)
         v_block = k_block if value is key else cut(value)
-        least = index * block if size % block else None
-        part, sums = attend(q, k_block, v_block, visible, visible_from, first, least)
+        return _attend(q, k_block, v_block, visible, visible_from, first, run=run)
+
+    def joined(partial: Partial, first: Array | int, count: int):
+        part, sums = read(first, count)
         return merge(partial, part), sums
 
-    if static:
-        step = jax.checkpoint(lambda carry, index: body(index, carry))
-        partial, sums = jax.lax.scan(
-            step, nothing(q), jnp.arange(blocks, dtype=jnp.int32)
-        )
-    else:
-        used = jnp.minimum(blocks, -(-jnp.max(visible) // block))
-        if run is None:
-            return jax.lax.fori_loop(0, used, lambda i, c: body(i, c)[0], nothing(q))
-
-        def keep(index: Array, carry: tuple[Partial, _Sums]) -> tuple[Partial, _Sums]:
-            partial, sums = body(index, carry[0])
-            return partial, jax.tree.map(
-                lambda kept, new: kept.at[index].set(new), carry[1], sums
+    # Whole blocks in a loop, and what is left after them as a smaller one.
+    whole, rest = divmod(size, block) if size > block else (0, size)
+    partial, kept = nothing(q), []
+    if whole:
+        step = functools.partial(_read_static if static else _read_used, whole, block)
+        partial, sums = step(lambda p, i: joined(p, i * block, block), q, visible, run)
+        kept.append(sums)
+    if rest:
+        last = functools.partial(joined, first=whole * block, count=rest)
+        if not whole:
+            partial, sums = read(0, rest)
+        elif static:
+            partial, sums = jax.checkpoint(last)(partial)
+        else:
+            partial, sums = jax.lax.cond(
+                jnp.max(visible) > whole * block,
+                last,
+                lambda partial: (partial, _no_sums(q, rest, run)),
+                partial,
             )
-
-        shape = (blocks, *q.shape[:-1])
-        none = _Sums(
-            jnp.zeros((*shape, block // run), jnp.float32),
-            jnp.full(shape, MASKED, jnp.float32),
-        )
-        partial, sums = jax.lax.fori_loop(0, used, keep, (nothing(q), none))
-    if mass_block is None or sums is None:
+        kept.append(jax.tree.map(lambda x: x[None], sums))
+    if mass_block is None or run is None:
         return partial
-    return partial, _mass(partial, sums, mass_block, size, run)
+    mass = jnp.concatenate([_mass(partial, sums) for sums in kept], axis=-1)
+    return partial, run_sums(mass, mass_block // run)
+
+
+def _read_static(whole, block, read, q, visible, run):
+    """(softmax sums over every whole block, its sums of weights [whole, ...])."""
+    step = jax.checkpoint(read)
+    return jax.lax.scan(step, nothing(q), jnp.arange(whole, dtype=jnp.int32))
+
+
+def _read_used(whole, block, read, q, visible, run):
+    """The same, of the blocks that some query sees."""
+    used = jnp.minimum(whole, -(-jnp.max(visible) // block))
+    if run is None:
+        partial = jax.lax.fori_loop(0, used, lambda i, p: read(p, i)[0], nothing(q))
+        return partial, None
+
+    def keep(index: Array, carry: tuple[Partial, _Sums]) -> tuple[Partial, _Sums]:
+        partial, sums = read(carry[0], index)
+        return partial, jax.tree.map(
+            lambda kept, new: kept.at[index].set(new), carry[1], sums
+        )
+
+    none = jax.tree.map(
+        lambda x: jnp.broadcast_to(x, (whole, *x.shape)), _no_sums(q, block, run)
+    )
+    return jax.lax.fori_loop(0, used, keep, (nothing(q), none))
 
 
 def _blocks_for(mass_block: int) -> tuple[int, int]:
@@ -128,18 +145,24 @@ def _blocks_for(mass_block: int) -> tuple[int, int]:
     return mass_block, mass_block
 
 
-def _mass(
-    partial: Partial, sums: _Sums, mass_block: int, size: int, run: int | None
-) -> Array:
-    """float32[b, t, ceil(size / mass_block)] of the blocks' sums [blocks, ...]."""
-    assert run is not None
+def _no_sums(q: Array, count: int, run: int | None) -> _Sums | None:
+    """The sums of ``count`` entries that nobody reads."""
+    if run is None:
+        return None
+    return _Sums(
+        jnp.zeros((*q.shape[:-1], -(-count // run)), jnp.float32),
+        jnp.full(q.shape[:-1], MASKED, jnp.float32),
+    )
+
+
+def _mass(partial: Partial, sums: _Sums) -> Array:
+    """float32[b, t, blocks·runs], the share of each run of entries."""
     total = jnp.where(partial.total > 0, partial.total, 1.0)
     heads = total.shape[1] * total.shape[3]
     share = jnp.exp2(sums.maximum - partial.maximum) / (total * heads)
-    mass = jnp.einsum("nbktgr,nbktg->btnr", sums.sums, share)
-    b, t = mass.shape[:2]
-    mass = mass.reshape(b, t, -1)[..., : -(-size // run)]
-    return run_sums(mass, mass_block // run)
+    # Not a product: a batch of tiny ones is slower than to multiply and add.
+    mass = jnp.sum(sums.sums * share[..., None], axis=(2, 4)).transpose(1, 2, 0, 3)
+    return mass.reshape(*mass.shape[:2], -1)
 
 
 def run_sums(x: Array, run: int) -> Array:
@@ -152,17 +175,21 @@ def run_sums(x: Array, run: int) -> Array:
 
 
 def _attend(
-    q, key, value, visible, visible_from, first, least=None, *, run
+    q, key, value, visible, visible_from, first, *, run
 ) -> tuple[Partial, _Sums | None]:
     entry = first + jnp.arange(key.shape[1], dtype=jnp.int32)
     shared = value is key
     # 0 x NaN is NaN: entries that no query sees are replaced, not only masked.
     seen = (entry < jnp.max(visible, axis=1)[:, None])[:, :, None, None]
-    key = jnp.where(seen, key, 0).astype(jnp.float32)
-    value = key if shared else jnp.where(seen, value, 0).astype(jnp.float32)
+
+    def readable(x: Array) -> Array:
+        # Once: fused into both products it is done, and then transposed, for each.
+        x = jnp.where(seen, x, 0).astype(jnp.float32)
+        return jax.lax.optimization_barrier(x)
+
+    key = readable(key)
+    value = key if shared else readable(value)
     mask = entry < visible[..., None]
-    if least is not None:
-        mask = mask & (entry >= least)
     if visible_from is not None:
         mask = mask & (entry >= visible_from[..., None])
     logits = jnp.einsum("bktgh,bskh->bktgs", q, key)
@@ -170,14 +197,6 @@ def _attend(
     weighted = jnp.einsum("bktgs,bskh->bktgh", weights, value)
     if run is None:
         return Partial(weighted, total, maximum), None
-    if least is None:
-        sums = run_sums(weights, run)
-    else:
-        # The sums start at `least`; the weights before it are zero.
-        sums = jax.lax.cond(
-            least == first,
-            lambda w: run_sums(w, run),
-            lambda w: run_sums(jnp.roll(w, first - least, axis=-1), run),
-            weights,
-        )
+    # XLA would make one sum of two and read the weights a second time.
+    sums = jax.lax.optimization_barrier(run_sums(weights, run))
     return Partial(weighted, jnp.sum(sums, axis=-1), maximum), _Sums(sums, maximum)
