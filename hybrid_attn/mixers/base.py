@@ -21,6 +21,7 @@ from hybrid_attn.config import LayerSpec, ModelConfig
 from hybrid_attn.layers.linear import GroupedLinear, Linear
 from hybrid_attn.layers.norm import RMSNorm, rms_norm
 from hybrid_attn.layers.rope import rotate
+from hybrid_attn.mixers.layouts import rows_layout
 from hybrid_attn.mixers.sink import SinkKey
 from pallas_kernels.softmax import Partial, finish, merge
 from pallas_kernels.window_attention.api import window_attention
@@ -244,8 +245,13 @@ class Mixer(nnx.Module):
             slopes = jnp.maximum(self.slopes[...], 0.0)
         elif self.layer.decay == "fixed":
             slopes = decay_slopes(self.layer, self.config.decay_rate)
+        dtype = key.dtype if state is None else state.key.dtype
         attention = functools.partial(
-            window_attention, window=window, scale=self.scale, decay=slopes
+            window_attention,
+            window=window,
+            scale=self.scale,
+            decay=slopes,
+            key_layout=rows_layout(self.layer, dtype),
         )
         if state is None:
             # Distances are the same by columns, and documents then follow each other.
@@ -283,13 +289,11 @@ class Mixer(nnx.Module):
             position = ring_positions(size, span.end)
             # After a rewind some slots hold what was taken back: counts say which.
             least = jnp.maximum(span.length - (window - 1), 0)[:, None]
-            live = (position >= least)[:, :, None, None]
-            keys = jnp.where(live, written.key, 0)
-            values = keys if value is None else jnp.where(live, written.value, 0)
+            position = jnp.where(position >= least, position, -1)
             partial = attention(
                 inputs.query,
-                keys,
-                values,
+                written.key,
+                written.key if value is None else written.value,
                 span.positions,
                 position,
                 contiguous=False,

@@ -9,6 +9,7 @@ from hybrid_attn.cache.states import CompressedKV, UncompressedTail
 from hybrid_attn.layers.norm import RMSNorm
 from hybrid_attn.mixers.base import Mixer, finish_keys, merged
 from hybrid_attn.mixers.compressor import Compressor, empty_frontier
+from hybrid_attn.mixers.layouts import entries_layout
 from hybrid_attn.mixers.registry import register_mixer
 from pallas_kernels.compressed_attention.api import compressed_attention
 from pallas_kernels.softmax import LOG2_E
@@ -131,5 +132,6 @@ class FullHistoryMixer(CompressedMixer):
             visible_from=span.visible_from(self.layer.ratio),
             scale=self.scale,
             static=states is None,
+            entry_layout=entries_layout(self.layer, key.dtype),
         )
         return partial, {}, {}

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from hybrid_attn.cache.rings import entry_write
 from hybrid_attn.cache.states import CompressedKV
 from hybrid_attn.mixers.base import Mixer
+from hybrid_attn.mixers.layouts import entries_layout
 from hybrid_attn.mixers.registry import register_mixer
 from pallas_kernels.compressed_attention.api import compressed_attention
 
@@ -47,5 +48,6 @@ class DenseMixer(Mixer):
             visible_from=span.visible_from(1),
             scale=self.scale,
             static=states is None,
+            entry_layout=entries_layout(self.layer, key.dtype),
         )
         return partial, new, {}

@@ -9,6 +9,7 @@ from hybrid_attn.cache.span import Span
 from hybrid_attn.mixers.base import Inputs
 from hybrid_attn.mixers.compressed import CompressedMixer
 from hybrid_attn.mixers.indexer import Indexer, indexer_loss
+from hybrid_attn.mixers.layouts import entries_layout, index_layout
 from hybrid_attn.mixers.registry import register_mixer
 from pallas_kernels.indexer_topk.api import indexer_scores, indexer_topk
 from pallas_kernels.sparse_attention.api import masked_attention, sparse_attention
@@ -46,12 +47,20 @@ class SparseMixer(CompressedMixer):
             index_key,
             self.visible(span),
             k=k + 1 if span.collect else k,
+            key_layout=index_layout(self.layer, self.indexer.dim, index_key.dtype),
         )
         aux = {}
         if span.collect:
             aux = {"chosen": chosen[..., :k], "gap": score_gap(scores, k)}
             chosen = chosen[..., :k]
-        partial = sparse_attention(inputs.query, key, value, chosen, scale=self.scale)
+        partial = sparse_attention(
+            inputs.query,
+            key,
+            value,
+            chosen,
+            scale=self.scale,
+            entry_layout=entries_layout(self.layer, key.dtype),
+        )
         return partial, {"index": new_state}, aux
 
     def scores(self, inputs: Inputs, span: Span) -> tuple[Array, Array]:
@@ -62,7 +71,8 @@ class SparseMixer(CompressedMixer):
           layer's input.
         """
         query, weight, index_key, _ = self._index(inputs, None, span)
-        scores = indexer_scores(query, weight, index_key)
+        layout = index_layout(self.layer, self.indexer.dim, index_key.dtype)
+        scores = indexer_scores(query, weight, index_key, key_layout=layout)
         entry = jnp.arange(scores.shape[-1])
         seen = entry < self.visible(span)[..., None]
         first = span.visible_from(self.layer.ratio)

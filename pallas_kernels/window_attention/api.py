@@ -1,5 +1,6 @@
 """Sliding-window attention with time decay."""
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.abi import Layout, check_stored
@@ -14,6 +15,7 @@ DISPATCH = Dispatch(
     Implementation("xla", xla.window_attention),
 )
 KEY_AXES = ("b", "s", "k", "h")
+_LAST = jnp.iinfo(jnp.int32).max
 
 
 @typed
@@ -36,7 +38,8 @@ def window_attention(
 
     Args:
       query: float[b, t, n, h].
-      key, value: float[b, s, k, h] (the same array for shared key/values).
+      key, value: float[b, s, k, h] (the same array for shared key/values). What no
+        query of a row is near enough to may hold anything, also NaN.
       query_position: int32[b, t]; key_position: int32[b, s], negative = no key.
       window: keys that a query reads at most, itself included.
       scale: factor on q·k.
@@ -56,10 +59,17 @@ def window_attention(
     check_groups(query, key)
     check_stored(key_layout, KEY_AXES, key, "window_attention key")
     check_stored(key_layout, KEY_AXES, value, "window_attention value")
+    # 0 x NaN is NaN: what stands in slots that no query reads is replaced here, where
+    # XLA makes it one pass with whatever gathers the keys.
+    least = jnp.maximum(jnp.min(query_position, axis=1, initial=_LAST) - window + 1, 0)
+    most = jnp.max(query_position, axis=1, initial=-1)
+    near = (key_position >= least[:, None]) & (key_position <= most[:, None])
+    near = near[:, :, None, None]
+    keys = jnp.where(near, key, 0)
     return DISPATCH(
         query,
-        key,
-        value,
+        keys,
+        keys if value is key else jnp.where(near, value, 0),
         query_position,
         key_position,
         window=window,

@@ -60,8 +60,8 @@ def window_attention(
     """Softmax sums over a window; the gradient is XLA's.
 
     Args:
-      query, key, value: bfloat16; the others as ``api.window_attention``. Keys that no
-        query sees must be finite.
+      query, key, value: bfloat16; the others as ``api.window_attention``, which
+        replaces keys that no query sees: here they must be finite.
       config: of `configurations`; None for the tuned or the default one.
 
     Copies are of 8 keys, so keys of another number are copied once before.

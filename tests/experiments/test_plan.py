@@ -133,7 +133,9 @@ CONFIGS = {
 @pytest.mark.parametrize("name", CONFIGS)
 def test_flops_are_those_of_the_products(name, monkeypatch):
     # On CPU the product of one row is written as sums, which are no products here.
-    monkeypatch.setattr(linear, "row_product", lambda row, w, index, parts=8: row @ w[index])
+    monkeypatch.setattr(
+        linear, "row_product", lambda row, w, index, parts=8: row @ w[index]
+    )
     config, context = CONFIGS[name], 64
     run, arguments = traced_step(config, context)
     want = products(jax.make_jaxpr(run)(*arguments).jaxpr)
