@@ -23,7 +23,7 @@ from hybrid_attn.cache.span import Span
 from hybrid_attn.cache.spec import CacheSpec
 from hybrid_attn.config import LayerSpec, ModelConfig
 from hybrid_attn.layers.linear import Linear
-from pallas_kernels.pool.api import pool
+from pallas_kernels.pool.api import overlapping_pool, pool
 
 # A group scored far below every real one: it gets weight zero, and no inf - inf.
 _NO_SCORE = -1e30
@@ -150,16 +150,11 @@ class Compressor(nnx.Module):
         return jnp.where(real[..., None], pooled, 0)
 
     def _pool(self, rows: Array, scores: Array) -> Array:
-        def grouped(x: Array) -> Array:
-            x = x.reshape(x.shape[0], -1, self.ratio, x.shape[-1])
-            if not self.overlap:
-                return x
-            before, own = x[:, :-1], x[:, 1:]
-            return jnp.concatenate(
-                [before[..., : self.features], own[..., self.features :]], axis=2
-            )
-
-        return pool(grouped(rows), grouped(scores))
+        b, count, width = rows.shape
+        # The sizes are spelled out: -1 has no answer where there are no groups yet.
+        shape = (b, count // self.ratio, self.ratio, width)
+        combine = overlapping_pool if self.overlap else pool
+        return combine(rows.reshape(shape), scores.reshape(shape))
 
     def append(
         self, entries: Array, new: Array, first: Array, span: Span, *, axis: int = 1
