@@ -1,5 +1,6 @@
 """Sliding-window attention with time decay."""
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -65,11 +66,17 @@ def window_attention(
     most = jnp.max(query_position, axis=1, initial=-1)
     near = (key_position >= least[:, None]) & (key_position <= most[:, None])
     near = near[:, :, None, None]
-    keys = jnp.where(near, key, 0)
+
+    def readable(x: Array) -> Array:
+        x = jnp.where(near, x, 0)
+        # A ring is read by both products at once: fused into them it is done for each.
+        return x if contiguous else jax.lax.optimization_barrier(x)
+
+    keys = readable(key)
     return DISPATCH(
         query,
         keys,
-        keys if value is key else jnp.where(near, value, 0),
+        keys if value is key else readable(value),
         query_position,
         key_position,
         window=window,
