@@ -17,7 +17,7 @@ class Repeats:
     decode_warmup: int = 8
     decode_steps: int = 64
     # Calls of `ha.generate`, and the tokens of each; only ours.
-    generate: int = 3
+    generate: int = 9
     generate_tokens: int = 256
 
     def __post_init__(self):
