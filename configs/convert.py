@@ -16,11 +16,9 @@ and 0.67, with sink logits 12.47 and 0.83; with every third layer dense 19170 by
 40410 bytes.
 """
 
-import dataclasses
+from ml_collections import ConfigDict
 
-from ml_collections import ConfigDict, config_dict
-
-from experiments.convert_config import ConvertConfig
+from experiments.convert_config import ConvertConfig, config_fields
 
 
 def get_config(size: str = "full") -> ConfigDict:
@@ -31,15 +29,5 @@ def get_config(size: str = "full") -> ConfigDict:
     """
     if size not in ("full", "small"):
         raise ValueError(f"configs/convert.py:{size}: expected 'full' or 'small'")
-    fields = dataclasses.asdict(ConvertConfig())
-    fields["model"] = config_dict.placeholder(str)
-    fields["text"]["path"] = config_dict.placeholder(str)
-    for variant in fields["variants"].values():
-        variant["window"] = config_dict.placeholder(int)
-        variant["top_k"] = config_dict.placeholder(int)
-    if size == "small":
-        names = ("dense", "dense12_swa", "dense8_hca4")
-        fields["variants"] = {name: fields["variants"][name] for name in names}
-        fields["text"] |= {"windows": 1, "length": 512}
-        fields["needle"] |= {"lengths": (512,), "depths": (0.5,), "trials": 1}
-    return ConfigDict(fields)
+    names = ("dense", "dense12_swa", "dense8_hca4") if size == "small" else ()
+    return ConfigDict(config_fields(ConvertConfig(), names))

@@ -14,10 +14,9 @@ of 8 6.55 -> 6.34 and 1.00 -> 1.00; eight beside means of 4 6.94 -> 6.60 and 0.5
 sink key alone learns 6.47 -> 6.45 and 1.00 -> 1.00.
 """
 
-import dataclasses
+from ml_collections import ConfigDict
 
-from ml_collections import ConfigDict, config_dict
-
+from experiments.convert_config import config_fields
 from experiments.train_config import DistillationConfig
 
 
@@ -29,18 +28,10 @@ def get_config(size: str = "full") -> ConfigDict:
     """
     if size not in ("full", "small"):
         raise ValueError(f"configs/distill.py:{size}: expected 'full' or 'small'")
-    fields = dataclasses.asdict(DistillationConfig())
-    fields["model"] = config_dict.placeholder(str)
-    fields["text"]["path"] = config_dict.placeholder(str)
-    for variant in fields["variants"].values():
-        variant["window"] = config_dict.placeholder(int)
-        variant["top_k"] = config_dict.placeholder(int)
+    names = ("dense", "dense8_hca4", "dense8_csa4") if size == "small" else ()
+    fields = config_fields(DistillationConfig(), names)
     if size == "small":
-        names = ("dense", "dense8_hca4", "dense8_csa4")
-        fields["variants"] = {name: fields["variants"][name] for name in names}
         fields["distill"] |= {"steps": 4}
         fields["distill"]["optimizer"] |= {"warmup": 1}
         fields |= {"length": 256, "probes": 1}
-        fields["text"] |= {"windows": 1, "length": 512}
-        fields["needle"] |= {"lengths": (512,), "depths": (0.5,), "trials": 1}
     return ConfigDict({"distill": fields})

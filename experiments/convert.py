@@ -61,12 +61,7 @@ class VariantStages(Stages):
 def main(config: ConvertConfig, workdir: runner.Workdir) -> None:
     """Measures what the directory lacks, then writes report, figure and summary."""
     begin = time.monotonic()
-    path = config.model_path
-    try:
-        source = weights.load(path)
-        tokenizer = weights.load_tokenizer(path)
-    except (ModuleNotFoundError, ValueError) as error:
-        raise runner.ConfigError(f"config.model: {error}") from error
+    source, tokenizer = load_source(config, "config.model")
     print(f"{source[0].name}: {len(config.variants)} variants of {source[0].pattern}")
     if workdir.resumed:
         print(f"Going on with the run in {workdir.path}.")
@@ -113,6 +108,21 @@ def main(config: ConvertConfig, workdir: runner.Workdir) -> None:
     print(f"{seconds:.0f} s in all. Report: {written}")
 
 
+def load_source(
+    config: ConvertSettings, key: str
+) -> tuple[tuple[ha.ModelConfig, ha.Model], Any]:
+    """((config, model), tokenizer) of the model to convert.
+
+    Raises:
+      ConfigError: it cannot be read, by the ``key`` of the config that names it.
+    """
+    path = config.model_path
+    try:
+        return weights.load(path), weights.load_tokenizer(path)
+    except (ModuleNotFoundError, ValueError) as error:
+        raise runner.ConfigError(f"{key}: {error}") from error
+
+
 def convert_variant(
     config: ConvertSettings,
     name: str,
@@ -145,8 +155,20 @@ def _measure(
 ) -> dict[str, Any]:
     """Converts, counts, reads the texts and the haystacks; returns `_measured`."""
     new_config, model = convert_variant(config, name, variant, source, calibration)
-    cache = ha.init_cache(new_config, 1, config.context, undo=0)
-    ledger = ha.cache_bytes(cache)
+    count_cache(config, workdir, name, new_config)
+    if name in config.save:
+        workdir.mark_done(f"{name}.saved", _save(workdir, name, new_config, model))
+    measure(
+        config, new_config, model, tokenizer, VariantStages(workdir, name), progress
+    )
+    return _measured(config, workdir, name)
+
+
+def count_cache(
+    config: ConvertSettings, workdir: runner.Workdir, name: str, model: ha.ModelConfig
+) -> None:
+    """Stores the cache bytes of a row at the longest context, as ``name``.cache."""
+    ledger = ha.cache_bytes(ha.init_cache(model, 1, config.context, undo=0))
     workdir.mark_done(
         f"{name}.cache",
         {
@@ -156,13 +178,6 @@ def _measure(
             "by_state": dict(ledger.by_state),
         },
     )
-    del cache
-    if name in config.save:
-        workdir.mark_done(f"{name}.saved", _save(workdir, name, new_config, model))
-    measure(
-        config, new_config, model, tokenizer, VariantStages(workdir, name), progress
-    )
-    return _measured(config, workdir, name)
 
 
 def measure(

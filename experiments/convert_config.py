@@ -2,7 +2,9 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+
+from ml_collections import config_dict
 
 from experiments.evaluate_config import (
     EvaluateConfig,
@@ -136,6 +138,27 @@ class ConvertSettings:
     def context(self) -> int:
         """The longest context that is evaluated, tokens."""
         return max(self.text.length, *self.needle.lengths)
+
+
+def config_fields(
+    settings: ConvertSettings, names: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """The fields for a config file, with places for what is None.
+
+    Args:
+      names: of variants: these alone, on one short text and one short haystack.
+    """
+    fields = dataclasses.asdict(settings)
+    fields["model"] = config_dict.placeholder(str)
+    fields["text"]["path"] = config_dict.placeholder(str)
+    for variant in fields["variants"].values():
+        variant["window"] = config_dict.placeholder(int)
+        variant["top_k"] = config_dict.placeholder(int)
+    if names:
+        fields["variants"] = {name: fields["variants"][name] for name in names}
+        fields["text"] |= {"windows": 1, "length": 512}
+        fields["needle"] |= {"lengths": (512,), "depths": (0.5,), "trials": 1}
+    return fields
 
 
 @dataclasses.dataclass(frozen=True)

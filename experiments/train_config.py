@@ -5,7 +5,6 @@ from typing import Any
 
 import hybrid_attn as ha
 from experiments.convert_config import ConvertSettings, Variant, default_variants
-from experiments.evaluate_config import NeedleSettings, TextSettings
 from experiments.runner import ConfigError, to_dataclass
 from hybrid_attn.pattern import parse_pattern
 from hybrid_attn.sizes import count_parameters
@@ -91,14 +90,6 @@ class DistillationConfig(ConvertSettings):
     """
 
     variants: dict[str, Variant] = dataclasses.field(default_factory=pooled_variants)
-    text: TextSettings = dataclasses.field(
-        default_factory=lambda: TextSettings(windows=2, length=2048)
-    )
-    needle: NeedleSettings = dataclasses.field(
-        default_factory=lambda: NeedleSettings(
-            lengths=(2048,), depths=(0.1, 0.5, 0.8), trials=2
-        )
-    )
     distill: DistillConfig = dataclasses.field(
         default_factory=lambda: DistillConfig(steps=32)
     )

@@ -13,6 +13,8 @@ from experiments.convert import (
     VariantStages,
     calibrate,
     convert_variant,
+    count_cache,
+    load_source,
     measure,
     quality,
     quality_stages,
@@ -22,7 +24,6 @@ from experiments.convert import (
 from experiments.fitting import Clock, fit_stage
 from experiments.train_config import DistillationConfig
 from experiments.train_report import write_report
-from hybrid_attn import weights
 from hybrid_attn.training.data import IGNORE, Batch, TextData
 from hybrid_attn.training.data.batch import generator
 from hybrid_attn.training.distillation import Distiller
@@ -35,12 +36,8 @@ _COMPILE, _TOKEN, _TRAINED = 15.0, 2.6e-3, 4.5e-3
 
 def distill(config: DistillationConfig, workdir: runner.Workdir) -> None:
     """Converts, measures, distills and measures again, one variant after another."""
-    clock, path = Clock(workdir), config.model_path
-    try:
-        source = weights.load(path)
-        tokenizer = weights.load_tokenizer(path)
-    except (ModuleNotFoundError, ValueError) as error:
-        raise runner.ConfigError(f"config.distill.model: {error}") from error
+    clock = Clock(workdir)
+    source, tokenizer = load_source(config, "config.distill.model")
     run = _Run(config, workdir, clock, source, tokenizer)
     print(f"{source[0].name}: {len(config.variants) - 1} conversions are distilled")
     with runner.Progress(run.plan()) as progress:
@@ -172,11 +169,7 @@ class _Run:
         return all(self.workdir.is_done(name) for name in wanted)
 
     def _measure(self, stage: str, model_config, model, progress) -> None:
-        cache = ha.init_cache(model_config, 1, self.config.context, undo=0)
-        ledger = ha.cache_bytes(cache)
-        size = {"bytes": ledger.total, "per_token": ledger.per_token}
-        del cache
-        self.workdir.mark_done(f"{stage}.cache", size)
+        count_cache(self.config, self.workdir, stage, model_config)
         stages = VariantStages(self.workdir, stage)
         measure(self.config, model_config, model, self.tokenizer, stages, progress)
 

@@ -19,13 +19,12 @@ from pallas_kernels.kv_quant import registers
 from pallas_kernels.kv_quant.codes import to_bits
 from pallas_kernels.kv_quant.formats import Format
 from pallas_kernels.kv_quant.registers import TILE
-from pallas_kernels.launch import kernel, store
+from pallas_kernels.launch import PROCESSORS, kernel, store
 from pallas_kernels.register_tiles import load, load_rows
 
 PARTS = 3
 # Rows that the copies into shared memory take as one.
 _COPIED_ROWS = 8
-PROCESSORS = 132
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

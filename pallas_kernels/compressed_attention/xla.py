@@ -84,8 +84,17 @@ def compressed_attention(
     whole, rest = divmod(size, block) if size > block else (0, size)
     partial, kept = nothing(q), []
     if whole:
-        step = functools.partial(_read_static if static else _read_used, whole, block)
-        partial, sums = step(lambda p, i: joined(p, i * block, block), q, visible, run)
+
+        def step(partial: Partial, index: Array):
+            return joined(partial, index * block, block)
+
+        if static:
+            blocks = jnp.arange(whole, dtype=jnp.int32)
+            partial, sums = jax.lax.scan(jax.checkpoint(step), partial, blocks)
+        else:
+            used = jnp.minimum(whole, -(-jnp.max(visible) // block))
+            none = _no_sums(q, block, run)
+            partial, sums = _read_used(step, used, partial, none, whole)
         kept.append(sums)
     if rest:
         last = functools.partial(joined, first=whole * block, count=rest)
@@ -107,29 +116,17 @@ def compressed_attention(
     return partial, run_sums(mass, mass_block // run)
 
 
-def _read_static(whole, block, read, q, visible, run):
-    """(softmax sums over every whole block, its sums of weights [whole, ...])."""
-    step = jax.checkpoint(read)
-    return jax.lax.scan(step, nothing(q), jnp.arange(whole, dtype=jnp.int32))
+def _read_used(step, used: Array, partial: Partial, none: _Sums | None, whole: int):
+    """(softmax sums over ``used`` of the blocks, sums of weights of all ``whole``)."""
 
-
-def _read_used(whole, block, read, q, visible, run):
-    """The same, of the blocks that some query sees."""
-    used = jnp.minimum(whole, -(-jnp.max(visible) // block))
-    if run is None:
-        partial = jax.lax.fori_loop(0, used, lambda i, p: read(p, i)[0], nothing(q))
-        return partial, None
-
-    def keep(index: Array, carry: tuple[Partial, _Sums]) -> tuple[Partial, _Sums]:
-        partial, sums = read(carry[0], index)
+    def keep(index: Array, carry):
+        partial, sums = step(carry[0], index)
         return partial, jax.tree.map(
             lambda kept, new: kept.at[index].set(new), carry[1], sums
         )
 
-    none = jax.tree.map(
-        lambda x: jnp.broadcast_to(x, (whole, *x.shape)), _no_sums(q, block, run)
-    )
-    return jax.lax.fori_loop(0, used, keep, (nothing(q), none))
+    none = jax.tree.map(lambda x: jnp.broadcast_to(x, (whole, *x.shape)), none)
+    return jax.lax.fori_loop(0, used, keep, (partial, none))
 
 
 def _blocks_for(mass_block: int) -> tuple[int, int]:
